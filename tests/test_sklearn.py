@@ -13,7 +13,10 @@ from sklearn.ensemble import (
     HistGradientBoostingClassifier,
     RandomForestClassifier,
 )
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.naive_bayes import GaussianNB
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -187,3 +190,71 @@ def test_weights_train_the_estimator_and_do_not_calibrate():
         for each in (None, weights[:half])
     ]
     assert said[1] > said[0] + 0.1  # class 1, which weighs more
+
+
+class OwnForest(RandomForestClassifier):
+    pass
+
+
+class Averaged(RandomForestClassifier):
+    def predict_proba(self, X):  # noqa: N803
+        return np.full((len(X), self.n_classes_), 1 / self.n_classes_)
+
+
+def test_a_forest_of_another_class_runs_only_the_trees_that_are_paid_for():
+    features, labels = table(2)
+    fitted = OwnForest(40, random_state=0).fit(features[:1000], labels[:1000])
+    for estimator in (fitted, FrozenEstimator(fitted)):
+        model = BudgetedClassifier(estimator, prefit=True).fit(features[1000:], labels[1000:])
+        assert [len(part.model.estimators_) for part in model.parts_] == [2, 2, 5, 10, 21]
+        first = np.mean([tree.predict_proba(features[:50]) for tree in fitted.estimators_[:2]], axis=0)
+        np.testing.assert_allclose(model.parts_[0](features[:50]) / 2, first)
+    with pytest.raises(BadInput, match="the trees of a Averaged do not add up"):
+        BudgetedClassifier(Averaged(40, random_state=0).fit(features, labels), prefit=True).fit(features, labels)
+
+
+def test_a_fitted_model_that_is_frozen_survives_clones():
+    features, labels = table(2)
+    members = [GaussianNB().fit(features[:500], labels[:500]), OwnForest(20).fit(features[:500], labels[:500])]
+    with pytest.raises(BadInput, match="is not fitted: fit it, in a FrozenEstimator where it is cloned"):
+        clone(BudgetedClassifier(members, prefit=True)).fit(features[500:], labels[500:])
+    kept = [FrozenEstimator(each) for each in members]
+    searched = GridSearchCV(BudgetedClassifier(kept, prefit=True), {"budget": ["90%", "100%"]}, cv=2)
+    best = searched.fit(features[500:], labels[500:]).best_estimator_
+    assert best.exits_ == ("GaussianNB", "OwnForest")
+    with pytest.raises(BadInput, match="a FrozenEstimator is fitted: say prefit=True"):
+        BudgetedClassifier(kept).fit(features, labels)
+
+
+def test_xgboost_takes_its_own_missing_values_and_linear_models_have_no_trees():
+    library = pytest.importorskip("xgboost")
+    features, labels = table(2)
+    features = np.where(np.abs(features) < 0.2, 0, features)
+    given = library.XGBClassifier(n_estimators=20, max_depth=3, n_jobs=1, missing=0.0).fit(features, labels)
+    model = BudgetedClassifier(given, prefit=True, budget="100%").fit(features, labels)
+    whole = np.sum([part(features) for part in model.parts_], axis=0)
+    np.testing.assert_allclose(1 / (1 + np.exp(-whole)), given.predict_proba(features)[:, 1], atol=1e-5)
+    with pytest.raises(BadInput, match="a XGBClassifier has no trees to stop after"):
+        BudgetedClassifier(library.XGBClassifier(n_estimators=5, booster="gblinear")).fit(features, labels)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"exits": "5"}, "exits '5' of a model"),
+        ({"exits": 2.5}, "exits 2.5 of a model"),
+        ({"held_out": 0}, "held_out 0: give a share"),
+        ({"held_out": 2.0}, "held_out 2.0: give a share"),
+    ],
+)
+def test_what_an_estimator_is_given_is_checked(given, said):
+    with pytest.raises(BadInput, match=said):
+        BudgetedClassifier(RandomForestClassifier(10), **given).fit(*table(2))
+
+
+def test_texts_in_a_table_are_named():
+    features, labels = table(2)
+    for texts in (np.where(labels, "late", "early"), pd.array(np.where(labels, "late", "early"), "string")):
+        frame = pd.DataFrame({"hour": features[:, 0], "was": texts})
+        with pytest.raises(BadInput, match="the column 'was' holds texts: encode them first"):
+            BudgetedClassifier([GaussianNB(), RandomForestClassifier(10)]).fit(frame, labels)

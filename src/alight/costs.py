@@ -46,6 +46,7 @@ class Costs:
     unit: str = "FLOPs"  # or "MACs", "ms", "J", "USD", ""
     members: tuple[int, ...] = ()  # (exits,), which network of a cascade each exit belongs to: 0, 0, 1, ...
     _through: Floats = field(init=False)  # (exits,), the stages of its network up to each
+    _full: float | None = field(init=False)  # of the full network, where these do not tell it
 
     def __init__(
         self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs", members: Sequence[int] = ()
@@ -59,19 +60,24 @@ class Costs:
             raise BadInput(f"unit {unit!r} is not a text: give 'FLOPs', 'ms', 'J' or ''")
         groups = _members(members, len(stages), separate=not stages.any())
         through = np.concatenate([np.cumsum(stages[groups == member]) for member in range(groups[-1] + 1)])
-        self.__dict__.update(stages=stages, heads=heads, unit=unit, members=tuple(groups.tolist()), _through=through)
+        self.__dict__.update(stages=stages, heads=heads, unit=unit, members=tuple(groups.tolist()))
+        self.__dict__.update(_through=through, _full=None)
         _check_increasing(self.cumulative())
 
     @classmethod
-    def from_cumulative(cls, values: npt.ArrayLike, unit: str = "") -> "Costs":
+    def from_cumulative(cls, values: npt.ArrayLike, unit: str = "", full: float | None = None) -> "Costs":
         """Return costs of which only the cumulative ones are known; heads are then part of their stage.
 
-        >>> Costs.from_cumulative([1.0, 2.5]).cumulative()
-        array([1. , 2.5])
+        `full` is the cost of the full network, where it is not the last: percentages refer to it.
+
+        >>> Costs.from_cumulative([1.0, 2.5]).cumulative(), Costs.from_cumulative([1.0, 2.5], full=1.5).budget("100%")
+        (array([1. , 2.5]), 1.5)
         """
         cumulative = _numbers("costs", values)
         _check_increasing(cumulative)
-        return cls._from_through(cumulative, np.zeros(len(cumulative)), unit, np.zeros(len(cumulative), dtype=int))
+        made = cls._from_through(cumulative, np.zeros(len(cumulative)), unit, np.zeros(len(cumulative), dtype=int))
+        made.__dict__["_full"] = full
+        return made
 
     @classmethod
     def _from_through(cls, through: Floats, heads: Floats, unit: str, members: Integers) -> "Costs":
@@ -152,6 +158,8 @@ class Costs:
     @property
     def full(self) -> float:
         """Cost of the full network: all stages and the last head, no other head; the most expensive of a cascade."""
+        if self._full is not None:
+            return self._full
         ends = np.diff(self.members, append=len(self)) != 0
         return float(self.alone[ends].max())
 

@@ -6,9 +6,10 @@
     │   └── LabelsNeeded    a table without labels where labels are needed
     ├── Mismatch            two things that do not belong together (a policy and another network's table)
     ├── BadFile             a file that is damaged, not written by alight, or newer than this alight
-    └── Diverged            training diverged: the loss is NaN or infinite
+    ├── Diverged            training diverged: the loss is NaN or infinite
+    └── Unreachable         a network that another server runs gave no answer
 
-All of them are `ValueError`s too, so code that does not import alight can catch them. `ShiftWarning` is a warning.
+All but the last are `ValueError`s too, so code that does not import alight can catch them. `ShiftWarning` is a warning.
 """
 
 from os import PathLike
@@ -62,6 +63,10 @@ class BadFile(AlightError, ValueError):
 
 class Diverged(AlightError, ValueError):
     """Training diverged: the loss is NaN or infinite."""
+
+
+class Unreachable(AlightError):
+    """A network that another server runs gave no answer."""
 
 
 class ShiftWarning(UserWarning):

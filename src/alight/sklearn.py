@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.frozen import FrozenEstimator
 from sklearn.model_selection import train_test_split
 from sklearn.utils import get_tags
 from sklearn.utils.multiclass import check_classification_targets
@@ -97,7 +98,7 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         if self.method not in METHODS:
             raise BadInput(f"there is no method {self.method!r}: choose one of {', '.join(METHODS)}")
-        models = _probabilistic(self._estimators())
+        models = _probabilistic(self._estimators(), prefit=self.prefit)
         _check_columns(X, models if self.prefit else [])
         rows, truth = validate_data(self, X, y, ensure_all_finite=self._finite())
         check_classification_targets(truth)
@@ -173,6 +174,10 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                     f" no loss can be guaranteed: give {LEAST} or more, or a budget instead of max_loss"
                 )
             return np.arange(len(labels)), np.arange(len(labels))
+        if not 0 < self.held_out < 1:
+            raise BadInput(
+                f"held_out {self.held_out!r}: give a share of the training data between 0 and 1, such as 0.25"
+            )
         size = max(self.held_out, int((counts > 1).sum()) / len(rows))
         drawn = train_test_split(rows, test_size=size, stratify=labels[rows], random_state=self.random_state)
         return np.concatenate([drawn[0], single]), drawn[1]
@@ -243,12 +248,16 @@ class Trees:
 
     def __call__(self, rows: Floats) -> Floats:
         """Return what they add, (samples, classes), or (samples,) for two classes."""
-        library = type(self.model).__module__.partition(".")[0]
+        library = _library(self.model)
         if library == "lightgbm":
             limits: dict[str, Any] = {"start_iteration": self.start, "num_iteration": self.stop - self.start}
             return self.model.booster_.predict(rows, raw_score=True, **limits)
         if library == "xgboost":
-            limits = {"iteration_range": (self.start, self.stop), "predict_type": "margin"}
+            limits = {
+                "iteration_range": (self.start, self.stop),
+                "predict_type": "margin",
+                "missing": self.model.missing,
+            }
             return self.model.get_booster().inplace_predict(rows, **limits).astype(np.float64) - self.base
         if hasattr(self.model, "decision_function"):
             return self.model.decision_function(rows)
@@ -266,9 +275,13 @@ class Whole:
         return self.model.predict_proba(rows)
 
 
-def _probabilistic(models: list[Any]) -> list[Any]:
+def _probabilistic(models: list[Any], *, prefit: bool) -> list[Any]:
+    """Return the classifiers themselves, not what keeps them fitted, if all of them give probabilities."""
     if not models:
         raise BadInput("a list without classifiers: give at least one, better two, the cheapest first")
+    if not prefit and any(isinstance(each, FrozenEstimator) for each in models):
+        raise BadInput("a FrozenEstimator is fitted: say prefit=True, and give data that did not train it")
+    models = [each.estimator if isinstance(each, FrozenEstimator) else each for each in models]
     if lacking := [type(each).__name__ for each in models if not hasattr(each, "predict_proba")]:
         raise BadInput(f"a {lacking[0]} gives no probabilities: wrap it, CalibratedClassifierCV({lacking[0]}(...))")
     return models
@@ -278,7 +291,10 @@ def _common_classes(models: Sequence[Any]) -> np.ndarray:
     """Return the classes of fitted models, which all of them must number alike."""
     for each in models:
         if not hasattr(each, "classes_"):
-            raise BadInput(f"the {type(each).__name__} is not fitted: fit it, or leave prefit out")
+            raise BadInput(
+                f"the {type(each).__name__} is not fitted: fit it, in a FrozenEstimator where it is cloned, or leave"
+                " prefit out"
+            )
     classes = np.asarray(models[0].classes_)
     for each in models:
         if not np.array_equal(np.unique(classes), each.classes_):
@@ -294,25 +310,32 @@ def _check_columns(X: Any, fitted: Sequence[Any] = ()) -> None:  # noqa: N803
     if not hasattr(X, "columns") or not hasattr(X, "dtypes"):
         return
     columns = [str(name).replace(" ", "_") for name in X.columns]
-    coded = [
-        name for name, kind in zip(columns, X.dtypes, strict=True) if str(kind).lower().startswith(("categ", "enum"))
-    ]
-    if coded:
-        raise BadInput(
-            f"the column {coded[0]!r} holds categories, whose numbers differ between libraries: fit the model to codes"
-            " of your own (OrdinalEncoder), and give these"
-        )
-    for each in fitted:
-        names = [str(name).replace(" ", "_") for name in getattr(each, "feature_names_in_", ())]
-        unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
-        if not unnamed and names != columns:
-            place = next(
-                (place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0
-            )
+    for place, kind in enumerate(str(each).lower() for each in X.dtypes):
+        if kind.startswith(("categ", "enum")):
             raise BadInput(
-                f"the {type(each).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and"
-                f" the data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
+                f"the column {columns[place]!r} holds categories, whose numbers differ between libraries: fit the model"
+                " to codes of your own (OrdinalEncoder), and give these"
             )
+        objects = np.asarray(X)[:, place] if kind == "object" else ()
+        if kind.startswith("str") or any(isinstance(each, str) for each in objects):
+            raise BadInput(
+                f"the column {columns[place]!r} holds texts: encode them first, as in"
+                " make_pipeline(encoder, BudgetedClassifier(...))"
+            )
+    for each in fitted:
+        _check_names(each, columns)
+
+
+def _check_names(model: Any, columns: list[str]) -> None:
+    """Check that a fitted model has the columns of a table, in its order, or knows no names of them."""
+    names = [str(name).replace(" ", "_") for name in getattr(model, "feature_names_in_", ())]
+    unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
+    if not unnamed and names != columns:
+        place = next((place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0)
+        raise BadInput(
+            f"the {type(model).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and the"
+            f" data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
+        )
 
 
 Made = tuple[str, list[Any], tuple[str, ...], Costs]  # the kind of parts, the parts, names of exits, and costs
@@ -329,7 +352,11 @@ def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     if added.ndim == 1:
         added = np.stack([np.zeros_like(added), added], axis=1)
     found = probabilities(added) if kind == BOOSTED else added / total
-    if np.abs(found - model.predict_proba(few)).max() > SAME:
+    differs = np.abs(found - model.predict_proba(few)).max() > SAME
+    if kind == FOREST:  # whose average would be right too if every part ran all trees
+        own = np.mean([tree.predict_proba(few) for tree in model.estimators_[: stops[0]]], axis=0)
+        differs |= np.abs(parts[0](few) / stops[0] - own).max() > SAME
+    if differs:
         raise BadInput(f"the trees of a {type(model).__name__} do not add up to its probabilities: give a list instead")
     unit = "trees" if kind == FOREST else "rounds"
     names = tuple(f"{stop} {unit if stop > 1 else unit[:-1]}" for stop in stops)
@@ -338,20 +365,23 @@ def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
 
 def _stops(exits: int | Sequence[int], total: int) -> list[int]:
     """Return after how many trees there is an exit; the last is after all."""
-    if exits < 1 if isinstance(exits, int) else not any(1 <= end <= total for end in exits):
+    given: Any = exits
+    ends = [*given] if isinstance(given, list | tuple | range | np.ndarray) else []
+    if isinstance(given, int | np.integer) and given >= 1:
+        ends = np.geomspace(total, max(1, total // SOONEST), given).round().tolist()
+    if not any(1 <= end <= total for end in ends):
         raise BadInput(
-            f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}"
+            f"exits {exits!r} of a model with {total} trees or rounds: give how many, or some from 1 to {total}"
         )
-    ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
     return sorted({*(int(end) for end in ends if 1 <= end < total), total})
 
 
 def _number_of_trees(model: Any) -> int:
     """Return after how many rounds of boosting, or trees of a forest, a model is complete."""
-    library = type(model).__module__.partition(".")[0]
+    library = _library(model)
     if library == "lightgbm":
         return int(model.best_iteration_ or model.booster_.current_iteration())
-    if library == "xgboost":
+    if library == "xgboost" and model.booster != "gblinear":
         best = getattr(model, "best_iteration", None)  # of early stopping, counted from 0
         return int(model.get_booster().num_boosted_rounds() if best is None else best + 1)
     if hasattr(model, "_predictors") or (hasattr(model, "estimators_") and hasattr(model, "criterion")):
@@ -362,9 +392,15 @@ def _number_of_trees(model: Any) -> int:
     )
 
 
+def _library(model: Any) -> str:
+    """Return whose trees a model has, which may be of a class of the user's that extends one of a library."""
+    bases = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    return next((name for name in bases if name in ("lightgbm", "xgboost")), "sklearn")
+
+
 def _base(model: Any, row: Floats, total: int) -> Any:
     """Return what XGBoost adds to any range of trees, which only the first part may have."""
-    if type(model).__module__.partition(".")[0] != "xgboost" or total < 2:
+    if _library(model) != "xgboost" or total < 2:
         return 0.0
     first, second, both = (Trees(model, *ends)(row)[0] for ends in ((0, 1), (1, 2), (0, 2)))
     return first + second - both
@@ -372,8 +408,7 @@ def _base(model: Any, row: Floats, total: int) -> Any:
 
 def _part(model: Any, start: int, stop: int, base: Any) -> Trees:
     """Return the trees of a model from one to another; those of scikit-learn as a model of their own."""
-    library = type(model).__module__.partition(".")[0]
-    if library != "sklearn":
+    if _library(model) != "sklearn":
         return Trees(model, start, stop, base if start else 0.0)
     own = copy.copy(model)
     if hasattr(model, "_predictors"):

@@ -474,3 +474,18 @@ def test_a_folder_with_other_files_is_not_replaced_by_a_cascade(tmp_path):
         with pytest.raises(BadInput, match="holds other files, such as"):
             model.save(folder)
     assert (tmp_path / "cascade" / "notes.txt").read_text() == "mine"
+
+
+def test_logits_are_not_taken_for_probabilities_though_a_member_says_so(tmp_path):
+    path = write_onnx(tmp_path / "small.onnx")
+    model = cascade([Member(path, normalisation=BARE, probabilities=True)])
+    with pytest.raises(BadInput, match=r"small\.onnx gives numbers from -.* which are not probabilities"):
+        record(model, pixels()[:4, :, :8, :8], progress=False)
+    soft = cascade([Member(write_onnx(tmp_path / "soft.onnx", softmax=True), normalisation=BARE, probabilities=True)])
+    assert len(record(soft, pixels()[:4, :, :8, :8], progress=False)) == 4
+
+
+@pytest.mark.parametrize("name", ["lost.onnx", "lost.tflite", "lost"])
+def test_a_network_that_is_not_there_is_named(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=f"there is no .*{name}: give a network of torch"):
+        cascade([tmp_path / name])

@@ -192,6 +192,9 @@ def test_models_and_their_order_can_be_chosen_and_columns_be_named():
             "1 of 1,200 rows of the log lack their 'truth'",
         ),
         ({"correct": None, "truth": COLUMNS["answer"]}, "'truth' differs between the models of"),
+        ({"score": ["", *COLUMNS["score"][1:]]}, "1 of 1,200 rows of the log lack their 'score': fill them in"),
+        ({"cost_usd": [None, *COLUMNS["cost_usd"][1:]]}, "1 of 1,200 rows of the log lack their 'cost_usd'"),
+        ({"cost_usd": [float(each != "small") for each in COLUMNS["model"]]}, "small costs nothing in the log"),
     ],
 )
 def test_what_a_log_lacks_is_said(changed, said):
@@ -272,3 +275,48 @@ def test_a_budget_for_no_requests_is_refused():
         with pytest.raises(BadInput, match="budget"):
             costs.budget(budget)
     assert costs.budget("5 $ per 1,000 requests") == 0.005
+
+
+@pytest.mark.parametrize("names", [{"score": "correct"}, {"answer": "truth"}, {"cost": "score"}])
+def test_a_column_is_not_taken_for_two_things(names):
+    with pytest.raises(BadInput, match=r"is taken as the .* and as the .* of the log: name a column of its own"):
+        read_log(COLUMNS, **names)
+
+
+@pytest.mark.parametrize("log", [5, None, [1, 2]])
+def test_what_is_not_a_log_is_refused(log):
+    with pytest.raises(BadInput, match="is not a log: give a file, a DataFrame, or columns by name"):
+        read_log(log)
+
+
+def test_missing_answers_agree_with_nothing_and_judge_nothing():
+    answers = [np.nan if row["model"] == "small" else row["answer"] for row in ROWS]
+    columns = {**columns_of(ROWS, "correct", "truth"), "answer": answers}
+    outputs, _ = read_log(columns)
+    assert not (outputs.predictions[:, :1] == outputs.predictions[:, 1:]).any()
+    lost = ["" if row["model"] != "medium" else row["answer"] for row in ROWS]
+    with pytest.raises(BadInput, match="400 of 400 requests in the log lack the answer of the last model"):
+        read_log({**columns, "answer": lost})
+    outputs, _ = read_log({**columns, "answer": lost}, models=["small", "medium"])
+    assert not (outputs.predictions[:, 0] == outputs.predictions[:, 1]).any()
+
+
+def test_whole_numbers_are_the_same_answer_though_missing_ones_made_them_fractions(tmp_path):
+    numbers = [str("ABCD".index(row["truth"])) for row in ROWS]
+    said = ["" if row["request"] == "r1" else f"{'ABCD'.index(row['answer'])}.0" for row in ROWS]
+    path = tmp_path / "log.csv"
+    named = {**columns_of(ROWS, "correct"), "answer": said, "truth": numbers}
+    lines = [",".join(named), *(",".join(map(str, each)) for each in zip(*named.values(), strict=True))]
+    path.write_text("\n".join(lines))
+    right = {(row["request"], row["model"]): row["correct"] and row["request"] != "r1" for row in ROWS}
+    outputs, _ = read_log(path)
+    assert outputs.correct().sum() == sum(right.values())
+
+
+def test_scores_that_are_higher_where_answers_are_wrong_are_warned_of():
+    scored = [(row["model"], row["score"]) for row in ROWS]
+    with pytest.warns(UserWarning, match="the score of small is higher where its answers are worse"):
+        read_log({**COLUMNS, "score": [-score if model == "small" else score for model, score in scored]})
+    read_log({**COLUMNS, "score": [-score if model == "large" else score for model, score in scored]})  # never used
+    read_log({**COLUMNS, "score": np.random.default_rng(0).normal(size=len(ROWS))})  # says nothing: by chance
+    read_log({**COLUMNS, "score": [1.0] * len(ROWS)})

@@ -418,3 +418,51 @@ def test_a_report_that_is_refused_changes_nothing():
     assert (request.answer, request.model, request.failures, request.spent) == ("b", "small", {}, 1.0)
     assert router.counts["small"]["calls"] == 1
     assert router.counts["small"]["failures"] == 0
+
+
+@pytest.mark.parametrize("kind", ["array", "object", "list"])
+def test_an_answer_whose_text_equals_that_of_an_earlier_one_is_not_replaced_by_it(kind):
+    class Opaque:
+        def __str__(self):
+            return "an answer"
+
+    def made(place):
+        values = np.zeros(3000)  # printed with dots in the middle
+        values[1000 + place] = 1.0
+        return {"array": values, "object": Opaque(), "list": [values]}[kind]
+
+    small, large = made(0), made(1)
+    request = Router(TWO, [lambda _: (small, 0.1, 1.0), lambda _: (large, 0.9, 4.0)])("question")
+    assert request.model == "large"
+    assert request.answer is large
+
+
+@pytest.mark.parametrize("without", [(), ("answer", "truth")])
+def test_missing_answers_agree_in_a_router_no_more_than_in_its_log(without):
+    log = read_log(columns_of(logged_rows(), *without))
+    policy = METHODS["patience"](log.costs, "70%", log.outputs)
+    decisions, router = replay(policy, log.outputs), Router(policy)
+    for row, left_at in enumerate(decisions.exits):
+        request = router.ask()
+        for call in request:
+            place = (row, call.member)
+            answer = None if without else int(log.outputs.predictions[place])
+            call.report(score=log.outputs.scores[place], cost=log.outputs.costs[place], answer=answer)
+        assert request.model == MODELS[left_at]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout": math.inf}, "a timeout of inf s"),
+        ({"timeout": "3"}, "a timeout of '3' s"),
+        ({"max_costs": [0.2, "x"]}, "give a number for every open exit"),
+        ({"max_costs": 5}, "give a number for every open exit"),
+        ({"members": 5}, "a int instead of members"),
+        ({"members": {"small": 1, "large": 2}}, "the member of small is a int: give a callable"),
+        ({"policy": "policy.json"}, "a str is not a policy"),
+    ],
+)
+def test_what_a_router_is_given_is_checked_before_the_first_request(given, said):
+    with pytest.raises(BadInput, match=said):
+        Router(**{"policy": TWO} | given)

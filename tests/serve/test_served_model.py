@@ -1,15 +1,28 @@
 """Networks as the service loads them: texts by their tokenizer, and policies that fit together."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
-from cascades import COSTS, chain, outputs, pixels
+from cascades import COSTS, chain, outputs, pixels, remote_model
 from digit_service import in_base64
 from exported import older_exporter
 from fastapi.testclient import TestClient
 from text_service import save_text_network
 
-from alight import Predictor, calibrate, export_model, load_policy, save_model, zoo
+from alight import (
+    Member,
+    Predictor,
+    calibrate,
+    cascade,
+    export_model,
+    load_policy,
+    measure_costs,
+    record,
+    save_model,
+    zoo,
+)
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
@@ -96,3 +109,56 @@ def test_a_cascade_is_served_with_a_budget_and_a_deadline_per_request(tmp_path, 
     assert all(each["index"] == said[row, each["exit"]] for row, each in enumerate(answers))
     assert {(each["exit"], each["cost"]) for each in cheap} == {(0, policy.costs[0])}
     assert sum(each["cost"] for each in answers) <= 40 * policy.budget + policy.costs[-1]
+
+
+def test_a_cascade_whose_large_network_is_remote_and_paid_for_is_served(tmp_path):
+    rng = np.random.default_rng(0)
+    weights, rows = rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(300, 4)).astype(np.float32)
+    right = (rows @ weights).argmax(1)
+    torch.manual_seed(0)
+    small = Member(torch.nn.Linear(4, 3), "small", price=0.0001)
+    running = ExitStack()
+    url, sizes = running.enter_context(remote_model(weights))
+    model = cascade([small, Member(url, "large", price=0.002)], example=torch.zeros(1, 4))
+    costs, said = measure_costs(model, unit="USD"), record(model, (rows, right), progress=False)
+    policies = {
+        name: calibrate.certified_stream(calibrate.eero, seed=0)(costs, budget, said)
+        for name, budget in (("low", "30%"), ("high", "60%"))
+    }
+    folder = model.save(tmp_path / "cascade")
+    sizes.clear()
+    served = load_served_model(folder, policies, settings=RunSettings(threads=1))
+    app = build_app(ModelHost.of(served, Limits(batch=40)))
+    assert sum(sizes) <= 6  # calls that are paid for, to time it
+    batch = rows[:40].tolist()
+    with running, TestClient(app) as client:
+        sizes.clear()
+        assert client.put("/budget", json={"budget": "60%"}).json()["policy"] == "high"
+        assert client.put("/budget", json={"budget": "59%"}).json()["policy"] == "low"  # of the large one alone
+        answers = client.post("/predict", json={"arrays": batch}).json()["predictions"]
+        assert sum(sizes) == sum(each["exit"] for each in answers) > 0
+        assert all(each["index"] == right[row] for row, each in enumerate(answers) if each["exit"])
+        assert {each["cost"] for each in answers} == {0.0001, 0.0021}
+        for budget, covered in (("$2/1000", 0), ("100%", 0), ("105%", 1), ("0.0021 USD", 1)):
+            left = client.post("/predict", json={"arrays": batch, "budget": budget}).json()["predictions"]
+            assert max(each["exit"] for each in left) == covered, budget
+        little = client.post("/predict", json={"arrays": batch, "budget": "1%"})
+        assert "5 % of the full network" in little.json()["error"]
+        name = client.get("/v2/models/model").json()["inputs"][0]["name"]
+        tensor = {
+            "name": name,
+            "shape": [40, 4],
+            "datatype": "FP32",
+            "data": rows[:40].ravel().tolist(),
+        }
+        replied = client.post("/v2/models/model/infer", json={"inputs": [tensor]}).json()["outputs"]
+        found = {each["name"]: each["data"] for each in replied}
+        assert 1 in found["exit"]
+        assert all(found["index"][row] == right[row] for row in range(40) if found["exit"][row])
+        running.close()  # the large network is gone
+        failed = client.post("/predict", json={"arrays": batch})
+        assert failed.status_code == 503
+        assert failed.json()["error"] == "a network that another server runs gave no answer: come again"
+        assert client.post("/v2/models/model/infer", json={"inputs": [tensor]}).status_code == 503
+        cheap = client.post("/predict", json={"arrays": batch, "budget": 0.0001})
+        assert {each["exit"] for each in cheap.json()["predictions"]} == {0}

@@ -208,5 +208,9 @@ def meter(policy: Policy, max_costs: Sequence[float], *, per_batch: bool = False
 
     A stream may exceed its budget by what the calls of one request can cost, a batch by nothing.
     """
-    terms: dict[str, Any] = policy.terms() | {"max_costs": tuple(max_costs)}
-    return Metered(policy=policy, overdraft=0.0 if per_batch else float(sum(max_costs)), per_batch=per_batch, **terms)
+    try:
+        most = tuple(map(float, max_costs))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"max_costs {max_costs!r}: give a number for every open exit, [0.002, 0.03]") from error
+    terms: dict[str, Any] = policy.terms() | {"max_costs": most}
+    return Metered(policy=policy, overdraft=0.0 if per_batch else sum(most), per_batch=per_batch, **terms)

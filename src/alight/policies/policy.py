@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below
+from alight.costs import Costs
 from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
@@ -228,6 +229,14 @@ class Policy(ABC):
         """
         share = "" if self.full_cost is None else f" ({percent(cost / self.full_cost)})"
         return f"{quantity(cost, self.unit)}{share}"
+
+    def in_own_unit(self, budget: float | str) -> float:
+        """Return a budget as a number in the unit of the costs; percentages are of the full network.
+
+        >>> Threshold(thresholds=(0.9,), costs=(1.0, 5.0), full_cost=4.0).in_own_unit("50%")
+        2.0
+        """
+        return Costs.from_cumulative(self.costs, self.unit, self.full_cost).budget(budget)
 
     def renumbered(self, numbers: Sequence[int] | Mapping[int, int], **changed: Any) -> "Policy":
         """Return the policy for a network in which its exits have these numbers, also in its combination and parts."""

@@ -9,6 +9,7 @@ A log has a row for every request and model, with a score, what tells a right an
 or a row for every request, with a column of each kind for each model: score_small, correct_small, cost_small, ...
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ NAMES = {  # of columns, the first that is there
 UNITS = {"usd": "USD", "dollars": "USD", "price": "USD", "cost": "USD", "tokens": "tokens", "ms": "ms"}
 TRUE, FALSE = ("1", "1.0", "true", "yes", "right", "correct"), ("0", "0.0", "false", "no", "wrong", "incorrect")
 JUDGED = ("quality", "correct", "truth")  # kinds of columns that tell right answers from wrong ones
+WHOLE = re.compile(r"([-+]?\d+)\.0+")  # a whole number written as a fraction, as beside missing ones
+REVERSED = -4  # standard errors below which scores and grades do not differ by chance
 CODES = 200  # purposes of the draws that number the answers to a request
 
 
@@ -85,9 +88,7 @@ def read_log(
         lengths = ", ".join(f"{name} {len(columns[name]):,}" for name in found.values() if name is not None)
         raise BadInput(f"the columns of the log are not equally long ({lengths}): give every row a value in each")
     rows, members, requests = _places(columns[found["request"]], columns[found["model"]], models, incomplete)
-    costs = _numbers(columns, found["cost"], rows)
-    if (costs < 0).any():
-        raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
+    costs = _costs(columns, found["cost"], rows, members)
     if models is None:
         order = np.argsort(costs.mean(axis=0), kind="stable")
         rows, members, costs = rows[:, order], [members[index] for index in order], costs[:, order]
@@ -99,9 +100,25 @@ def read_log(
         labels = np.where(graded.max(axis=1) > 0, best, len(members))
     scores, cost_name = _numbers(columns, found["score"], rows), str(found["cost"])
     outputs = HeadOutputs(scores, codes, labels, score=str(found["score"]), exits=members, costs=costs, quality=graded)
+    if graded is not None:
+        _warn_of_reversed_scores(outputs)
     if unit is None and (unit := _unit(columns, cost_name)) is None:
         raise BadInput(f"the unit of the costs in {cost_name!r} is not known: give it, unit='USD' or another name")
     return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), unit))
+
+
+def _warn_of_reversed_scores(outputs: HeadOutputs) -> None:
+    """Warn of models that are surer of wrong answers than of right ones, as if a score were an entropy or a latency."""
+    from scipy.stats import spearmanr  # slow to import
+
+    assert outputs.quality is not None
+    for name, scores, quality in zip(outputs.exits[:-1], outputs.scores.T, outputs.quality.T, strict=False):
+        if np.ptp(scores) and np.ptp(quality) and spearmanr(scores, quality).statistic * len(scores) ** 0.5 < REVERSED:
+            warnings.warn(
+                f"the {outputs.score} of {name} is higher where its answers are worse: give scores that are higher"
+                " where a model is surer, the negative of an entropy or a perplexity",
+                stacklevel=3,
+            )
 
 
 def _unit(columns: Mapping[str, Any], cost_name: str) -> str | None:
@@ -128,11 +145,24 @@ def numbering(samples: Integers, count: int) -> Integers:
     return np.argsort(np.stack(draws, axis=1), axis=1)
 
 
-def same_answer(value: Any) -> str:
-    """Return an answer as the text by which answers are compared: numbers by value, texts without outer blanks."""
-    if isinstance(value, float | np.floating) and float(value).is_integer():
+def same_answer(value: Any) -> str | None:
+    """Return an answer as the text by which answers are compared, None where it is missing: that equals no other.
+
+    Numbers are compared by value, arrays by all of theirs, texts without outer blanks.
+
+    >>> same_answer(" 3.0 "), same_answer(np.float32(3)), same_answer([3, "b "]), same_answer(float("nan"))
+    ('3', '3', "['3', 'b']", None)
+    """
+    if isinstance(value, list | tuple):
+        value = [same_answer(each) for each in value]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value).strip()
+    if _is_missing(value):
+        return None
+    text = str(value).strip()
+    return whole_number[1] if (whole_number := WHOLE.fullmatch(text)) else text
 
 
 def _columns(log: Any) -> Mapping[str, Any]:
@@ -140,6 +170,8 @@ def _columns(log: Any) -> Mapping[str, Any]:
         return frame_columns(log)
     if isinstance(log, Mapping):
         return log
+    if not isinstance(log, str | Path):
+        raise BadInput(f"a {type(log).__name__} is not a log: give a file, a DataFrame, or columns by name")
     path = Path(log)
     if path.suffix == ".parquet":
         return {name: whole(column) for name, column in parquet_columns(path).items()}
@@ -155,6 +187,10 @@ def _named_columns(columns: Mapping[str, Any], given: Mapping[str, str | None]) 
     found = {kind: _name(columns, kind, given.get(kind)) for kind in NAMES}
     if judged := [kind for kind in JUDGED if given.get(kind)]:  # columns that were only guessed do not overrule it
         found |= {kind: None for kind in JUDGED if kind not in judged}
+    kinds = dict[str, str]()
+    for kind, name in found.items():
+        if name is not None and (other := kinds.setdefault(name, kind)) != kind:
+            raise BadInput(f"{name!r} is taken as the {other} and as the {kind} of the log: name a column of its own")
     for kind in ("request", "model", "score", "cost"):
         if found[kind] is None:
             usual = ", ".join(NAMES[kind])
@@ -244,10 +280,25 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _numbers(columns: Mapping[str, Any], name: str, rows: Integers) -> Floats:
+    values = _listed(columns[name])
+    if lacking := sum(_is_missing(values[place]) for place in rows.ravel().tolist()):
+        raise BadInput(
+            f"{lacking:,} of {rows.size:,} rows of the log lack their {name!r}: fill them in, or leave these requests"
+            " out, if it was not the request that decided which rows lack it"
+        )
     try:
-        return np.asarray(columns[name], dtype=np.float64)[rows]
+        return np.array([float(values[place]) for place in rows.ravel().tolist()]).reshape(rows.shape)
     except (TypeError, ValueError) as error:
         raise BadInput(f"the column {name!r} of the log does not hold numbers alone ({error})") from error
+
+
+def _costs(columns: Mapping[str, Any], name: str, rows: Integers, members: Sequence[str]) -> Floats:
+    costs = _numbers(columns, name, rows)
+    if (costs < 0).any():
+        raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
+    if free := [member for member, paid in zip(members, costs.T, strict=True) if not paid.any()]:
+        raise BadInput(f"{free[0]} costs nothing in the log: give what its calls cost you, if only for electricity")
+    return costs
 
 
 def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integers) -> Floats | None:
@@ -266,13 +317,13 @@ def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integer
     truth = _listed(columns[names["truth"]])
     if unknown := sum(map(_is_missing, truth)):
         raise BadInput(f"{unknown:,} of {len(truth):,} rows of the log lack their {names['truth']!r}: leave these out")
-    right = np.array([same_answer(each) for each in truth])
+    right = np.array([same_answer(each) for each in truth], dtype=object)
     if (differing := (right[rows] != right[rows[:, :1]]).any(axis=1)).any():
         raise BadInput(
             f"{names['truth']!r} differs between the models of {int(differing.sum()):,} requests: give one each, or say"
             " with correct=... which answers are right"
         )
-    said = np.array([same_answer(each) for each in _listed(columns[names["answer"]])])
+    said = np.array([same_answer(each) for each in _listed(columns[names["answer"]])], dtype=object)
     return (said == right)[rows].astype(np.float64)
 
 
@@ -284,14 +335,19 @@ def _truth_value(value: Any) -> float:
 
 
 def _codes(columns: Mapping[str, Any], name: str | None, rows: Integers, *, has_grades: bool) -> npt.NDArray[np.int64]:
-    """Return the number of every answer: equal ones to one request share it. Without answers, none are equal."""
+    """Return the number of every answer: equal ones to one request share it. Missing ones equal no other."""
     numbers = numbering(np.arange(len(rows)), rows.shape[1])
     if name is None:
         assert has_grades  # else the log is refused
         return numbers
     answers = [same_answer(each) for each in _listed(columns[name])]
+    if not has_grades and (lacking := sum(answers[place] is None for place in rows[:, -1].tolist())):
+        raise BadInput(
+            f"{lacking:,} of {len(rows):,} requests in the log lack the answer of the last model, by which the others"
+            " are judged: leave these out, or say what is right with correct=..., quality=... or truth=..."
+        )
     first = np.zeros_like(rows)
     for row, places in enumerate(rows.tolist()):
-        seen = dict[str, int]()
-        first[row] = [seen.setdefault(answers[place], len(seen)) for place in places]
+        seen = dict[str | int, int]()
+        first[row] = [seen.setdefault(answers[place] or place, len(seen)) for place in places]
     return np.take_along_axis(numbers, first, axis=1)

@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,7 +97,7 @@ class Request:
         """Yield call after call, until the request leaves, or the budget might not pay for the next one."""
         router, policy = self._router, self._router.policy
         recalled: Recalled = ((), ())
-        said: dict[str, Any] = {}  # distinct answers by their text, in the order of their first appearance
+        said: dict[str | int, Any] = {}  # the last of equal answers, in the order of their first appearance
         numbers = numbering(np.array([self.number]), policy.num_exits)[0].tolist()
         for open_index in range(len(policy.open_exits)):
             if open_index and not router.reserve(open_index, is_answered=bool(said)):
@@ -111,14 +111,15 @@ class Request:
                     call.fail("nothing was reported")
             if call.failure is not None:
                 continue  # the next model is asked instead
-            said.setdefault(same_answer(call.answer), call.answer)
+            key = same_answer(call.answer) or open_index  # a missing answer equals no other
+            said[key] = call.answer
             self.answer, self.model = call.answer, call.model
             score = policy.usable_score([each.score for each in self.calls])
             if score is None and math.isnan(call.score):
                 continue
             if score is None:
                 return
-            code = numbers[[*said].index(same_answer(call.answer))]
+            code = numbers[[*said].index(key)]
             leaving, chosen, recalled = visit(policy, open_index, self.number, code, (score,), recalled)
             self.answer = [*said.values()][numbers.index(chosen)]
             if leaving:
@@ -163,14 +164,16 @@ class Router(Account):
         max_costs: Sequence[float] | None = None,
         timeout: float | None = None,
     ) -> None:
+        if not isinstance(policy, Policy):
+            raise BadInput(f"a {type(policy).__name__} is not a policy: give what calibrate or load_policy returns")
         if isinstance(policy, Metered) and policy.per_batch:
             raise BadInput("the policy keeps the budget of batches: a router needs one of certified_stream")
         guard = policy if isinstance(policy, Metered) and max_costs is None else None
         self.policy = policy.policy if isinstance(policy, Metered) else policy
         if self.policy.is_batch_dependent or len(self.policy.inputs) != 1:
             raise BadInput(f"a {type(policy).__name__} does not decide on one score of one request: calibrate another")
-        if timeout is not None and not timeout > 0:
-            raise BadInput(f"a timeout of {timeout:g} s: give more than 0, or None to wait for every member")
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout <= TIMEOUT_MAX):
+            raise BadInput(f"a timeout of {timeout!r} s: give more than 0, or None to wait for every member")
         models = [self.policy.exit_names[index] for index in self.policy.open_exits]
         super().__init__(self.policy, models, guard if max_costs is None else meter(self.policy, max_costs))
         self.members, self.timeout = None if members is None else by_model(self.models, members), timeout
@@ -219,11 +222,16 @@ class Router(Account):
 def by_model(models: Sequence[str], members: Mapping[str, Member] | Sequence[Member]) -> dict[str, Member]:
     """Return the member of each model, from a mapping by name or a list in their order."""
     if not isinstance(members, Mapping):
+        if not isinstance(members, Sequence):
+            raise BadInput(f"a {type(members).__name__} instead of members: give a callable for each model")
         if len(members) != len(models):
             raise BadInput(f"{len(members)} members for the models {', '.join(models)}: give one each, in this order")
         members = dict(zip(models, members, strict=True))
     if lacking := [model for model in models if model not in members]:
         raise BadInput(f"there is no member for the model {lacking[0]!r}: give one for each of {', '.join(models)}")
+    for model in models:
+        if not callable(members[model]):
+            raise BadInput(f"the member of {model} is a {type(members[model]).__name__}: give a callable")
     return {model: members[model] for model in models}
 
 

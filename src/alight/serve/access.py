@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from anyio.to_thread import run_sync
 
-from alight.costs import Costs
 from alight.errors import AlightError, BadFile, BadInput
 from alight.policies.policy import Policy
 from alight.serve.ledger import Lease
@@ -244,6 +243,6 @@ class TenantCaps:
 def _amount(name: str, cap: str | float | None, policy: Policy) -> float:
     assert cap is not None  # chosen before
     try:
-        return float(Costs.from_cumulative(policy.costs, unit=policy.unit).budget(cap))
+        return float(policy.in_own_unit(cap))
     except AlightError as error:
         raise RequestRefused(503, f"the cap of {name!r} cannot be used: {error}", 60) from error

@@ -22,7 +22,6 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware.cors import CORSMiddleware
 
 from alight import __version__
-from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.access import Access
@@ -313,10 +312,10 @@ def _chosen(worker: BatchWorker, change: BudgetChange) -> str:
         if change.policy not in policies:
             raise RequestRefused(422, f"there is no policy {change.policy[:100]!r}: choose among {known}")
         return change.policy
-    costs = max((policy.costs for policy in policies.values()), key=lambda costs: costs[-1])
+    whole = max(policies.values(), key=lambda policy: policy.costs[-1])
     assert change.budget is not None  # one of both is given
     try:
-        amount = Costs.from_cumulative(costs, unit=worker.ledger.state.policy.unit).budget(change.budget)
+        amount = whole.in_own_unit(change.budget)
     except AlightError as error:
         raise RequestRefused(422, str(error)) from error
     budgets = {name: policy.budget for name, policy in policies.items() if policy.budget is not None}

@@ -27,6 +27,7 @@ from alight.policies.paced import Pace
 from alight.policies.policy import Policy, Threshold
 
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
+REMOTE_ROUNDS = 2  # where another server is asked, which may have to be paid for each call
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
 
 PICTURES = 16 * 2**20  # bytes of a request with image files, whose sizes are not known
@@ -218,21 +219,27 @@ def to_the_end(policy: Policy) -> Policy:
 def measure_timings(model: ServedModel, max_batch: int) -> dict[str, ExitTiming]:
     """Measure how long exits take under every policy; policies that open the same exits share a timing."""
     sample = model.example()
-    batch, single = model.batch([sample] * max_batch), model.batch([sample])
+    single = model.batch([sample])
     timings: dict[tuple[int, ...], ExitTiming] = {}
     for predictor in model.predictors.values():
         policy = to_the_end(predictor.policy)
         if policy.open_exits not in timings:
             costs = policy.costs
-            exits = [_seconds(predictor, capped(policy, {0: last}), single, 1) for last in range(len(costs))]
-            growth = max(1.0, _seconds(predictor, policy, batch, max_batch) / exits[-1])
+            first_remote = getattr(predictor.backend, "first_remote", len(costs))
+            rounds = [ROUNDS if last < first_remote else REMOTE_ROUNDS for last in range(len(costs))]
+            count = max_batch if first_remote == len(costs) else min(2, max_batch)
+            exits = [
+                _seconds(predictor, capped(policy, {0: last}), single, 1, rounds[last]) for last in range(len(costs))
+            ]
+            slower = _seconds(predictor, policy, model.batch([sample] * count), count, rounds[-1]) / exits[-1] - 1
+            growth = max(1.0, 1 + slower * (max_batch - 1) / max(count - 1, 1))
             timings[policy.open_exits] = ExitTiming(np.maximum.accumulate(exits).tolist(), growth, max_batch)
     return {name: timings[policy.open_exits] for name, policy in model.policies.items()}
 
 
-def _seconds(predictor: Predictor, policy: Policy, inputs: Any, count: int) -> float:
+def _seconds(predictor: Predictor, policy: Policy, inputs: Any, count: int, rounds: int) -> float:
     timed, seconds = predictor.with_policy(policy), []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         timed(inputs, np.arange(count))
         seconds.append(time.perf_counter() - start)

@@ -19,9 +19,8 @@ from itertools import repeat
 
 import numpy as np
 
-from alight.costs import Costs
 from alight.engine.walk import Answers
-from alight.errors import AlightError, BudgetTooSmall, Mismatch
+from alight.errors import AlightError, BudgetTooSmall, Mismatch, Unreachable
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import Ledger
@@ -331,7 +330,9 @@ class BatchWorker:
         own = [request.predictions[position] for position in range(len(request))]
         if failed := [(position, each) for position, each in enumerate(own) if isinstance(each, Exception)]:
             position, fault = failed[0]
-            if isinstance(fault, AlightError):
+            if isinstance(fault, Unreachable):
+                fault = RequestRefused(503, "a network that another server runs gave no answer: come again", 1)
+            elif isinstance(fault, AlightError):
                 advice = "the network gives no usable answer: look for numbers out of range"
                 fault = RequestRefused(422, f"sample {position}: {advice}")
             request.response.set_exception(fault)
@@ -377,17 +378,23 @@ class BatchWorker:
                 self.ledger.settle(state.policy.owing(state.pace, count))
             if not isinstance(error, Exception):  # the worker ends
                 raise
-            if count == 1:
-                level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
-                log_event("no answer", level, error=error_type(error))
-                yield 0, error
-                return
-            for place in sorted(waiting):
-                for _, prediction in self._predictions([samples[place]], [limits[place]]):
-                    yield place, prediction
+            yield from self._without_answer(error, samples, limits, sorted(waiting))
         else:
             if paced:
                 self.ledger.settle(predictor.memory[0])
+
+    def _without_answer(
+        self, error: Exception, samples: Sequence[Sample], limits: Sequence[int], waiting: Sequence[int]
+    ) -> Iterator[tuple[int, Prediction | Exception]]:
+        """Yield what becomes of samples whose batch failed: each runs alone, unless each would wait for a server."""
+        if len(samples) == 1 or isinstance(error, Unreachable):
+            level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
+            log_event("no answer", level, error=error_type(error))
+            yield from ((place, error) for place in waiting)
+            return
+        for place in waiting:
+            for _, prediction in self._predictions([samples[place]], [limits[place]]):
+                yield place, prediction
 
     def _count(self, answers: Answers, seconds: float) -> list[Prediction]:
         """Return answers as predictions, and count them."""
@@ -472,8 +479,8 @@ def deepest_within(budget: float | str, policy: Policy) -> int:
     >>> deepest_within("50%", Threshold(thresholds=(0.5, 0.5), costs=(1.0, 2.0, 4.0)))
     1
     """
-    amount = Costs.from_cumulative(policy.costs, unit=policy.unit).budget(budget)
+    amount = policy.in_own_unit(budget)
     covered = [open_index for open_index, cost in enumerate(policy.costs) if cost <= amount]
     if not covered:
-        raise BudgetTooSmall(amount, policy.costs[0], policy.unit)
+        raise BudgetTooSmall(amount, policy.costs[0], policy.unit, full=policy.full_cost)
     return covered[-1]

@@ -147,6 +147,8 @@ def _opened(member: Member, example: Any = None) -> Any:
     outputs = Outputs(member.skip_classes, member.probabilities, member.image_size)
     if isinstance(network, str) and network.startswith(REMOTE):
         return remote_member(network, member.token_variable, outputs)
+    if isinstance(network, str | Path) and not Path(network).exists():
+        raise FileNotFoundError(f"there is no {network}: give {NETWORKS}")
     if isinstance(network, str | Path) and (open_file := FILES.get(Path(network).suffix)):
         return open_file(network, threads, replace(outputs, normalised=member.normalisation is not None))
     if replace(outputs, image_size=None) != Outputs():
@@ -170,8 +172,6 @@ def _opened_folder(folder: Path, threads: int | None) -> Any:
         from alight.networks.store import load_model  # PyTorch is imported where it runs
 
         return load_model(folder)
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no {folder}: give {NETWORKS}")
     raise BadFile(folder, "it is not a network of a cascade", f"give {NETWORKS}")
 
 
@@ -370,6 +370,8 @@ class CascadeBackend:
         self.supports_single_sample = all(each.supports_single_sample for each in every)
         self.name = "cascade of " + ", ".join(dict.fromkeys(each.name for each in every))
         self.kept = len(self.inputs.tensors) or 1  # arrays that a sample is kept as
+        asked = [str(network.members[place.member].member.network).startswith(REMOTE) for place in self.places]
+        self.first_remote = [*asked, True].index(True)  # the open exit from which on calls may have to be paid for
 
     def _add(self, member: int, batch_size: int | None) -> None:
         """Add the backend of a network, and the places of its open exits."""

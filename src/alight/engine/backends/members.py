@@ -21,13 +21,14 @@ from alight.data.tokens import library
 from alight.engine.backends import HeadValues, Reads, State, score_one, score_rows
 from alight.engine.backends.onnx import OnnxBackend, Session, available_cores
 from alight.engine.manifest import checksum
-from alight.errors import AlightError, BadFile, BadInput
+from alight.errors import BadFile, BadInput, Unreachable
 from alight.files import PathLike
 from alight.scores import are_probabilities
 
 Stage = Callable[[State], tuple[np.ndarray, State]]
 
 SMALLEST = 1e-9  # probability: in 8 bits many are 0, and of a thousand small ones all
+ROUNDING = 1e-2  # by which probabilities in few bits may leave 0 to 1
 PROBES, PROBED_SIZE = 16, 32  # random inputs that tell probabilities from logits, and a free size of theirs
 SOFTMAX = ((1 / 256, 0), (1 / 256, -128))  # scale and zero of a softmax that is quantised to 8 bits, as TFLite fixes it
 ATTEMPTS, PAUSE, TIMEOUT = 2, 0.1, 10.0  # of a call over HTTP, and seconds
@@ -67,6 +68,11 @@ class Outputs:
         def logits(state: State) -> tuple[np.ndarray, State]:
             given, state_after = stage(state)
             self._check(name, given, len(state[0]), inputs.num_classes)
+            if probabilities and (np.abs(given - 0.5) > 0.5 + ROUNDING).any():
+                raise BadInput(
+                    f"{name} gives numbers from {given.min():g} to {given.max():g}, which are not probabilities: let"
+                    " its member say probabilities=False"
+                )
             values = np.log(np.maximum(given, SMALLEST)) if probabilities else given
             return values[:, self.skip_classes :], state_after
 
@@ -248,7 +254,7 @@ class Remote:
             except (OSError, ValueError) as error:  # connections, statuses, and JSON that is none
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if attempt == ATTEMPTS or refused:
-                    raise AlightError(f"{self.url} gave no answer ({error}): is it running?") from error
+                    raise Unreachable(f"{self.url} gave no answer ({error}): is it running?") from error
                 time.sleep(PAUSE)
         raise AssertionError
 
@@ -264,7 +270,7 @@ class Remote:
             shape = output.get("shape") or [len(state[0]), -1]
             given = np.array(output["data"], np.float64).reshape(shape)
         except (KeyError, TypeError, ValueError, StopIteration) as error:
-            raise AlightError(
+            raise Unreachable(
                 f"{self.url} gave no {self.output!r} of numbers ({error!r}): look at its answers"
             ) from error
         if self.finds_probabilities and len(given) >= PROBES and given.ndim == 2 and are_probabilities(given):
