@@ -193,7 +193,9 @@ def compare(name: str, given: Pool) -> Iterator[dict[str, str | float | int]]:
         labelled, test = given.samples.split(given.labelled / len(given.samples), np.random.default_rng(seed))
         for way, method in METHODS.items():
             found[way].append(curve(method, given.costs, labelled, test))
-    means = {way: np.nanmean(np.array(several), axis=1) for way, several in found.items()}  # (splits,)
+    curves = np.array([*found.values()])  # (ways, splits, spends)
+    compared = curves[..., ~np.isnan(curves).any(axis=(0, 1))]  # at spends that all reach
+    means = dict(zip(METHODS, compared.mean(axis=2), strict=True))  # (splits,) each
     for way in list(METHODS)[1:]:
         row: dict[str, str | float | int] = {"outputs": name, "combine": way}
         for column, other in {"gain": "eero", "over_geometric_mean": "geometric_mean"}.items():
