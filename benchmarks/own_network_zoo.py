@@ -3848,7 +3848,8 @@ class ShiftedFrames(nn.Module):
 class TemporalShift(Pipeline):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.tail = ShiftedFrames(conv(8, 12, 2)), ShiftedFrames(conv(12, 16, 2))
+        self.body = nn.Sequential(ShiftedFrames(conv(8, 12, 2)))
+        self.tail = nn.Sequential(ShiftedFrames(conv(12, 16, 2)))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.view(-1, 3, *x.shape[-2:])).view(-1, 4, CLASSES).mean(1)
@@ -3967,7 +3968,8 @@ class SkeletonGraph(nn.Module):
 class ClassesOfLastFour(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bert, self.fc = bert().bert, nn.Linear(64, CLASSES)
+        self.bert: Any = bert().bert
+        self.fc = nn.Linear(64, CLASSES)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         states = self.bert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
