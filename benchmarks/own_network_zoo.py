@@ -3744,3 +3744,245 @@ remedied("finite_or_raise", "the line in a module of its own", lambda: Before(fi
 def finite(own: Any, x: Tensor) -> Tensor:
     assert torch.isfinite(x).all(), "not finite"
     return x
+
+
+# 10. Styles of well-known repositories.
+
+
+@case("autocast_off", "training", "torch.autocast(enabled=False) around the end", IMAGES, STAGES, others=LARGER)
+class AutocastOff(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.classified(self.tail(x.float()))
+
+
+@case("autocast_block", "others", "one block under torch.autocast", STEPS, BLOCKS, others=LONGER, trains="heads")
+class AutocastBlock(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.second(x)
+        return self.fc(self.third(x.float()).mean(1))
+
+
+class PackedGru(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(inputs, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+@case(
+    "gru_packed_modules", "others", "bidirectional GRUs on packed sequences, in modules",
+    named(ids=tokens(10), lengths=lengths_up_to(10)), ["first"],
+    others={"14 tokens": named(ids=tokens(14), lengths=lengths_up_to(14))},
+)  # fmt: skip
+class GruPackedModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(VOCABULARY, 8), nn.Linear(16, CLASSES)
+        self.first, self.second = PackedGru(8), PackedGru(16)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.second(self.first(self.embed(ids), lengths), lengths)
+        valid = torch.arange(x.shape[1], device=x.device)[None] < lengths[:, None]
+        return self.fc((x * valid[..., None]).sum(1) / lengths[:, None])
+
+
+class SwitchBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        shares = self.gate(flat).softmax(-1)
+        weights, chosen = shares.topk(2, -1)
+        made = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == index)
+            made.index_add_(0, rows, expert(flat[rows]) * weights[rows, places, None])
+        return x + made.view_as(x), shares.mean(0).square().sum()
+
+
+@case(
+    "moe_balance_loss", "outputs", "experts, and a loss that balances them beside the logits", STEPS,
+    ["blocks.0", "blocks.1"], others=LONGER, logits=lambda output: output[0], arguments={"logits": 0},
+)  # fmt: skip
+class MoeBalanceLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.fc = nn.ModuleList(SwitchBlock() for _ in range(3)), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        losses = []
+        for block in self.blocks:
+            x, loss = block(x)
+            losses.append(loss)
+        return self.fc(x.mean(1)), torch.stack(losses).sum()
+
+
+class ShiftedFrames(nn.Module):
+    def __init__(self, block: nn.Module, frames: int = 4) -> None:
+        super().__init__()
+        self.block, self.frames = block, frames
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, channels, height, width = x.shape
+        x = x.view(size // self.frames, self.frames, channels, height, width)
+        part, moved = channels // 4, torch.zeros_like(x)
+        moved[:, :-1, :part] = x[:, 1:, :part]
+        moved[:, 1:, part : 2 * part] = x[:, :-1, part : 2 * part]
+        moved[:, :, 2 * part :] = x[:, :, 2 * part :]
+        return self.block(moved.view(size, channels, height, width))
+
+
+@case(
+    "temporal_shift", "axes", "frames in the batch, channels shifted in time, as in TSM", floats(4, 3, 16, 16), STAGES,
+    arguments={"channels": "first"}, others={"20 x 24": floats(4, 3, 20, 24)},
+)  # fmt: skip
+class TemporalShift(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(ShiftedFrames(conv(8, 12, 2)))
+        self.tail = nn.Sequential(ShiftedFrames(conv(12, 16, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(-1, 3, *x.shape[-2:])).view(-1, 4, CLASSES).mean(1)
+
+
+def left_padded(samples: int) -> Batch:
+    mask = padding_mask(10)(samples).flip(1)
+    return {"input_ids": tokens(10)(samples) * mask, "attention_mask": mask}
+
+
+@case(
+    "mistral_left_padded", "masks", "a decoder with a sliding window, padded on the left", left_padded,
+    layers("model.layers"), logits=named_logits, widths=(16, 16),
+)  # fmt: skip
+def mistral_left_padded() -> nn.Module:
+    return text_classifier("Mistral", **SMALL, num_key_value_heads=1, sliding_window=4)
+
+
+class Edges(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2 * inputs, outputs, 1), nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, channels, points = x.shape
+        nearest = torch.cdist(x.transpose(1, 2), x.transpose(1, 2)).topk(4, largest=False)[1]
+        rows = (nearest + torch.arange(samples, device=x.device).view(-1, 1, 1) * points).view(-1)
+        flat = x.transpose(1, 2).reshape(samples * points, channels)
+        others = flat[rows].view(samples, points, 4, channels)
+        own = flat.view(samples, points, 1, channels).expand(-1, -1, 4, -1)
+        return self.layers(torch.cat([others - own, own], 3).permute(0, 3, 1, 2)).amax(-1)
+
+
+@case(
+    "edge_convolutions", "axes", "graphs of nearest points, numbered over the batch, as in DGCNN", floats(3, 24),
+    ["first", "second"], others={"30 points": floats(3, 30)}, widths=(8, 12),
+)  # fmt: skip
+class EdgeConvolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fc = Edges(3, 8), Edges(8, 12), nn.Linear(20, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return self.fc(torch.cat([first.amax(-1), self.second(first).mean(-1)], 1))
+
+
+class RecurrentConvolution(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.gates = nn.Conv2d(inputs + 6, 24, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cell = torch.zeros(len(x), 6, *x.shape[-2:], device=x.device, dtype=x.dtype)
+        states = []
+        for step in range(x.shape[1]):
+            let, keep, show, new = self.gates(torch.cat([x[:, step], hidden], 1)).split(6, 1)
+            cell = keep.sigmoid() * cell + let.sigmoid() * new.tanh()
+            hidden = show.sigmoid() * cell.tanh()
+            states.append(hidden)
+        return torch.stack(states, 1)
+
+
+def flat_head(shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool3d((None, 1, 1)), nn.Flatten(), nn.Linear(shape[0] * shape[1], CLASSES))
+
+
+@case(
+    "conv_lstm", "axes", "ConvLSTM layers on (B, frames, C, H, W)", floats(4, 3, 8, 8), ["first"],
+    arguments={"head": flat_head}, others={"12 x 12": floats(4, 3, 12, 12)},
+)  # fmt: skip
+class ConvLstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fc = RecurrentConvolution(3), RecurrentConvolution(6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.second(self.first(x))[:, -1].mean((2, 3)))
+
+
+class SkeletonBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.space, self.time = nn.Conv2d(inputs, 2 * outputs, 1), nn.Conv2d(outputs, outputs, (3, 1), padding=(1, 0))
+
+    def forward(self, x: Tensor, graph: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.einsum("nkctv,kvw->nctw", self.space(x).unflatten(1, (2, -1)), graph)
+        return self.time(x.contiguous()).relu(), graph
+
+
+@case(
+    "skeleton_graph", "axes", "joints of two persons in the batch and a fixed graph, as in ST-GCN", floats(3, 8, 6, 2),
+    ["blocks.0", "blocks.1"], arguments={"channels": "first"}, others={"12 frames": floats(3, 12, 6, 2)},
+)  # fmt: skip
+class SkeletonGraph(nn.Module):
+    graph: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SkeletonBlock(3, 8), SkeletonBlock(8, 8), SkeletonBlock(8, 12)])
+        self.register_buffer("graph", torch.rand(2, 6, 6, generator=torch.Generator().manual_seed(0)))
+        self.fc = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, channels, frames, joints, persons = x.shape
+        x = x.permute(0, 4, 1, 2, 3).reshape(samples * persons, channels, frames, joints)
+        for block in self.blocks:
+            x, _ = block(x, self.graph)
+        return self.fc(F.avg_pool2d(x, x.shape[2:]).view(samples, persons, -1).mean(1))
+
+
+@case(
+    "classes_of_last_four", "outputs", "class tokens of the last hidden states of BERT, joined",
+    named(ids=tokens(10), mask=padding_mask(10)), layers("bert.encoder.layer"),
+)  # fmt: skip
+class ClassesOfLastFour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert: Any = bert().bert
+        self.fc = nn.Linear(64, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        states = self.bert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        return self.fc(torch.cat([state[:, 0] for state in states[-4:]], -1))
+
+
+remedied(
+    "classes_of_last_four", "mask={...: 'tokens'}", arguments={"mask": {"mask": "tokens"}},
+)  # fmt: skip
+
+
+@case("softmax_over_samples", "mixing", "softmax(dim=0) for the attention of steps", STEPS, BLOCKS, must_refuse=MIXED)
+class SoftmaxOverSamples(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return self.fc((self.third(x) * x.mean(-1).softmax(0)[..., None]).sum(1))

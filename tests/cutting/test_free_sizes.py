@@ -233,3 +233,26 @@ def test_an_axis_that_cannot_vary_beside_another_is_proven_alone():
     assert is_same(network, stages, images(30, 12))
     with pytest.raises(BadInput, match="the network was cut for"):
         chain(stages, (images(12, 30),))
+
+
+class FramesInTheBatch(nn.Module):
+    """Reads four frames per sample, which lie in the batch and are counted by a number in the code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.end = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.second(self.first(x.reshape(-1, *x.shape[-3:])))
+        x = x.view(x.shape[0] // 4, 4, *x.shape[1:])
+        return self.end(x.amax((1, 3, 4)))
+
+
+def test_a_size_of_which_the_network_makes_other_samples_is_not_taken_for_one_that_it_takes():
+    network = FramesInTheBatch().eval()
+    stages = cut(network, ["first"], torch.randn(2, 4, 3, 12, 12))
+    batch = torch.randn(3, 4, 3, 16, 14)
+    with torch.no_grad():
+        assert torch.equal(chain(stages, (batch,)), network(batch))
+        with pytest.raises(BadInput, match=r"an input of \(2, 3, 12, 12\) per sample, .* was cut for \(4,"):
+            chain(stages, (torch.randn(2, 2, 3, 12, 12),))

@@ -794,6 +794,31 @@ def test_samples_that_mix_by_lengths_are_found_by_an_example_of_full_length(netw
         cut(network(), ["first"], (torch.randn(2, 8, 4), second))
 
 
+class PackedToTheEnd(nn.Module):
+    """Recurrent layers on packed sequences, unpacked to the length of the input."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.second = (kind(6, 3, batch_first=True, bidirectional=True) for _ in range(2))
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed, _ = self.second(self.first(packed)[0])
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0].mean(1)
+
+
+@pytest.mark.parametrize("lengths", [[8, 8], [2, 3], [5, 1, 8]])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_packed_sequences_that_are_kept_apart_are_cut(kind, lengths):
+    torch.manual_seed(0)
+    network = Packed().eval()
+    network.pool = PackedToTheEnd(kind).eval()
+    stages = cut(network, ["first"], (torch.randn(len(lengths), 8, 4), torch.tensor(lengths)))
+    batch = torch.randn(6, 8, 4), torch.tensor([3, 8, 1, 7, 2, 8])
+    with torch.no_grad():
+        assert torch.equal(chain(stages, batch), network(*batch))
+
+
 class OverLargest(nn.Module):
     def forward(self, x):
         return x.abs().flatten(1).float() / x.abs().max()

@@ -15,6 +15,7 @@ from alight.cutting.cut import cut
 from alight.cutting.running import chain
 from alight.cutting.stages import Stage
 from alight.errors import BadInput
+from alight.networks.attach import attach_heads
 
 
 class Chain(nn.Module):
@@ -364,3 +365,75 @@ def test_shapes_that_are_found_quickly_are_those_that_torch_gives(case):
     known = case not in ("linear of one row", "addition")
     assert (found is not None) == known
     assert not known or (found.shape, found.stride(), found.dtype) == (made.shape, made.stride(), made.dtype)
+
+
+class Experts(nn.Module):
+    """Returns logits and a loss that balances its experts over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.end = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        loss = x.softmax(1).mean(0).square().sum()
+        x = self.second(x.relu())
+        self.loss = loss + x.softmax(1).mean(0).square().sum()
+        return self.end(x), self.loss
+
+
+def test_a_loss_beside_the_logits_is_not_carried():
+    network, batch = Experts().eval(), torch.randn(7, 6)
+    model = attach_heads(network, ["second"], example=torch.randn(2, 6), logits=0).eval()
+    assert model.verify() == ""
+    with torch.no_grad():
+        assert len(model.stages[0](batch)) == 1
+        assert torch.equal(model(batch)[-1], network(batch)[0])
+
+
+class WritesThroughAView(Experts):
+    def forward(self, x):
+        x = self.first(x)
+        view = x[:, :2]
+        view.add_(1)
+        torch.relu_(x[:, 2:])
+        return self.end(self.second(x))
+
+
+class DrawsForNothing(Experts):
+    def forward(self, x):
+        x = self.first(x)
+        nn.functional.dropout(x, training=self.training)
+        return self.end(nn.functional.dropout(self.second(x), training=self.training))
+
+
+@pytest.mark.parametrize("kind", [WritesThroughAView, DrawsForNothing])
+def test_what_has_effects_stays_though_its_result_is_not_used(kind):
+    torch.manual_seed(0)
+    network, batch = kind().eval(), torch.randn(7, 6)
+    model = attach_heads(network, ["first"], example=torch.randn(2, 6)).eval()
+    assert model.verify() == ""
+    with torch.no_grad():
+        assert torch.equal(model(batch)[-1], network(batch))
+    logits = []
+    for run in (network.train(), lambda given: model.train()(given)[-1]):
+        torch.manual_seed(1)
+        logits.append(run(batch))
+    assert torch.equal(*logits)
+
+
+class BranchesOnAnUnusedTensor(Experts):
+    """Computes a tensor of which only the size is read."""
+
+    def forward(self, x):
+        windows, x = x.unfold(1, 2, 2), self.first(x)
+        return self.end(self.second(x if windows.shape[1] < 10 else -x).mean(1))
+
+
+def test_the_size_of_a_tensor_that_nothing_else_uses_is_compared():
+    network, short, long = BranchesOnAnUnusedTensor().eval(), torch.randn(3, 12, 6), torch.randn(3, 40, 6)
+    stages = cut(network, ["first"], torch.randn(2, 8, 6))
+    with torch.no_grad():
+        assert torch.equal(chain(stages, (short,)), network(short))
+        with pytest.raises(BadInput, match="it compares 20 with 10"):
+            chain(stages, (long,))

@@ -170,7 +170,22 @@ def files():
         "bits.png": saved(Image.fromarray(GREY > 100), "PNG"),
         "inks.jpg": saved(Image.fromarray(np.dstack([COLOUR, GREY]), "CMYK"), "JPEG"),
         "plain.bmp": saved(Image.fromarray(COLOUR), "BMP"),
+        "moving.gif": animated("GIF"),
+        "moving.png": animated("PNG"),
+        "moving.webp": animated("WEBP", lossless=True),
     }
+
+
+def animated(kind, **options):
+    first, *others = (Image.fromarray(each) for each in (COLOUR, 255 - COLOUR, COLOUR // 2))
+    return saved(first, kind, save_all=True, append_images=others, **options)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_of_several_frames_the_first_is_read(kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert opened(animated(kind, **options)).n_frames == 3
+    assert np.array_equal(read(animated(kind, **options)), COLOUR)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

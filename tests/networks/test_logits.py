@@ -153,3 +153,17 @@ def test_a_network_that_gives_probabilities_is_warned_of_and_taken_by_their_loga
         attach_heads(network, ["1"], example=batch[:2])
     model = attach_heads(network, ["1"], example=batch[:2], logits=torch.log)
     torch.testing.assert_close(model.eval()(batch)[-1].softmax(1), network(batch))
+
+
+NOT_ONE_CLASS = {
+    "segmentation": lambda x: x[:, :, None, None].expand(-1, -1, 8, 8),
+    "boxes and scores of anchors": lambda x: x[:, None].repeat(1, 10, 1),
+    "labels of tokens": lambda x: x.unflatten(1, (2, 2)),
+    "a number per sample": lambda x: x[:, 0],
+}
+
+
+@pytest.mark.parametrize("task", NOT_ONE_CLASS)
+def test_networks_that_decide_about_more_than_one_class_per_sample_are_refused_when_heads_are_attached(task):
+    with pytest.raises(BadInput, match=r"not \(samples, classes\): exits decide about one class|gives one logit"):
+        attach_heads(SigmoidOfFunctions(NOT_ONE_CLASS[task]), ["first"], example=torch.randn(2, 6))

@@ -213,3 +213,17 @@ def test_a_mask_that_is_added_is_not_taken_for_ones_and_zeros():
     for mask in (padding * -1e4, torch.zeros(4, 6)):
         with pytest.raises(BadInput, match="'attention_mask' is not 1 for tokens and 0 for padding"):
             attach_heads(Additive(), ["one"], example={"tokens": tokens, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("length", [9, 10])
+def test_a_decoder_that_looks_back_at_a_few_tokens_may_be_padded_on_the_left(length):
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=4, pad_token_id=0)
+    network = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    example = {name: each.flip(1) for name, each in texts(4, length).items()}
+    model = attach_heads(network, ["model.layers.0"], example=example)
+    model.verify()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(example)[-1], network(**example).logits)
+    with pytest.raises(BadInput, match="where 'attention_mask' is 1 it means tokens, as the network reads it"):
+        attach_heads(network, ["model.layers.0"], example=example, mask={"attention_mask": "padding"})

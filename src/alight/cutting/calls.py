@@ -51,6 +51,7 @@ OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alon
 RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 SIZED_BY_CONTENT = re.compile("nonzero|argwhere|where|unique.*|masked_select|bincount")  # results of such functions
 IsOpened = Callable[[str], bool]  # is the module of this name opened?
+AutocastState = tuple[str, torch.dtype, bool]  # kind of device, dtype, and whether torch.autocast is on
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Call:
     changed: set[int]  # storages that it writes to
     changes_state: bool  # of the network
     has_gradients: bool  # whether gradients are computed there
+    autocast: tuple[AutocastState, ...]  # what the network's code has said for devices, the innermost for each
     storages: set[int] = field(default_factory=set)  # of its results
 
 
@@ -121,7 +123,8 @@ def record_calls(
     recorder = CallRecorder(model, batch, watched, is_opened)
     contexts = fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
     versions = {name: each._version for name, each in model.named_parameters()}
-    with torch.enable_grad(), contexts[0], contexts[1], contexts[2], recorder.module_calls_recorded(), recorder:
+    watched_calls = recorder.module_calls_recorded(), recorder.autocast_noted()
+    with torch.enable_grad(), contexts[0], contexts[1], contexts[2], watched_calls[0], watched_calls[1], recorder:
         result = inputs.run(model, batch)
     _check_no_parameter_is_written(model, versions)
     recorder.closed = 1  # the network may have kept sizes, which later runs compare
@@ -176,6 +179,7 @@ class CallRecorder(TorchFunctionMode):
         self.largest = 0  # bytes of a tensor with data
         self.kept: set[int] = set()  # storages that are kept alive
         self.free = 2**62 if tensors[0].is_meta else _memory() // 4  # bytes for them; gradients keep as much again
+        self.autocast: list[AutocastState] = []  # that the network's code has entered and not left
         self.running: Any = None  # what was called last of all that is recorded
         self.inside: set[tuple[Any, str]] = set()  # closed modules, and names of functions that they call
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
@@ -233,6 +237,23 @@ class CallRecorder(TorchFunctionMode):
         own_apply, own_write = vars(torch.autograd.Function)["apply"], nn.Module.__setattr__
         changes = (nn.Module, "__call__", call), (torch.autograd.Function, "apply", classmethod(apply))
         return replaced([*changes, (nn.Module, "__setattr__", write)])
+
+    def autocast_noted(self) -> AbstractContextManager[None]:
+        """Note what the network's code says to torch.autocast."""
+
+        def enter(context: torch.autocast) -> Any:
+            if not self.closed:
+                self.autocast.append((context.device, context.fast_dtype or torch.float32, context._enabled))
+            return own_enter(context)
+
+        def leave(context: torch.autocast, *error: Any) -> Any:
+            if not self.closed:
+                self.autocast.pop()
+            return own_leave(context, *error)
+
+        own_enter: Any = torch.autocast.__enter__
+        own_leave: Any = torch.autocast.__exit__
+        return replaced([(torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave)])
 
     def _unrecorded(self) -> AbstractContextManager[None]:
         return replaced([(self, "closed", self.closed + 1)])
@@ -302,6 +323,7 @@ class CallRecorder(TorchFunctionMode):
             changed=changed,
             changes_state=bool(changed & self.state_storages),
             has_gradients=torch.is_grad_enabled(),
+            autocast=tuple({state[0]: state for state in self.autocast}.values()),
         )
 
     def _with_sizes(self, function: str, args: Any, kwargs: Any, result: Any) -> Any:

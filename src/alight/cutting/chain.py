@@ -159,11 +159,17 @@ def check_batch(chain: Chain) -> None:
     sizes = " and ".join(str(tuple(each.shape[1:])) for each in inputs.tensors)
     constants = " (a tensor that is neither a parameter nor a buffer has another dtype there: make it a buffer)"
     raise BadInput(
-        f"for inputs of {sizes} per sample, {str(inputs.tensors[0].dtype).removeprefix('torch.')}, the exits do not"
+        f"for inputs of {sizes} per sample, {str(inputs.tensors[0].dtype).removeprefix('torch.')}"
+        f"{' under torch.autocast' if autocast_dtype(inputs.tensors[0].device.type) else ''}, the exits do not"
         f" give what the network gives{constants if exact else ''}: its code does something else there than for the"
         " example that it was cut with, or an attribute was changed since. Cut it with an example like these inputs, or"
         " give it inputs like the example"
     )
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype in which torch.autocast computes on a kind of device now; None if it is off."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _padded(inputs: Inputs) -> Batch:
@@ -190,7 +196,9 @@ def is_chain_of(
 
 def is_close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:
     """Check whether two tensors differ by no more than kernels do at another batch size, as a share of the largest."""
-    if torch.equal(one, other) or one.shape != other.shape or not one.is_floating_point():
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other) or not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = tolerance or (SAME_IN_HALF if one.dtype in HALF else SAME)
     finite = other[other.isfinite()].abs()

@@ -38,6 +38,7 @@ MOVES = {  # functions whose results are rows of what they are given, or as many
     "_pack_padded_sequence", "_pad_packed_sequence", "gather", "index_select", "pad", "repeat_interleave",
     "scatter", "take",
 }  # fmt: skip
+RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # functions that take no content of a second tensor
 TOGETHER = {"cat", "concat", "concatenate", "stack", "vstack"}
 COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__", "lt", "le", "gt", "ge", "less", "less_equal", "greater"}
@@ -131,7 +132,7 @@ class SampleWatch(TorchFunctionMode):
         by_content = any(isinstance(each, Tensor) for each in walk(args[1:]))
         if name in SLICES and not by_content:
             return self._mark_of_slice(whole, made)
-        if name in SLICES | MOVES | TOGETHER or SIZED_BY_CONTENT.fullmatch(name):
+        if name in SLICES | MOVES | TOGETHER or SIZED_BY_CONTENT.fullmatch(name) or _is_packed(name, args):
             return Mark()
         if name in ("any", "all"):
             self.quantified[made] = name == "any"
@@ -161,6 +162,11 @@ class SampleWatch(TorchFunctionMode):
         self.branches.setdefault(line, result)
         is_forced = self.forced is not None and self.forced.line == line
         return type(result)(self.forced.change(result)) if self.forced and is_forced else result
+
+
+def _is_packed(name: str, args: Sequence[Any]) -> bool:
+    """Check for a recurrent layer on packed sequences, whose steps are rows of one sample each."""
+    return name in RECURRENT and isinstance(args[1], Tensor) and not args[1].is_floating_point()
 
 
 def _is_limit(level: int, operands: Sequence[Any]) -> bool:

@@ -44,7 +44,10 @@ def modules_data(stages: Sequence[nn.Module]) -> list[dict[str, Described]]:
         if not isinstance(stage, Stage):
             raise NotPlainData("a registered cutter made the stages")
         graphs = [graph for graph in stage._graphs if isinstance(graph, fx.Graph)]
+        known = {name for name, _ in stage.named_modules(remove_duplicate=False)}
+        fetched = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
         called = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module"}
+        called |= fetched & known  # to be called under torch.autocast
         described.append({name: _described(stage.get_submodule(name)) for name in sorted(called)})
     return described
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
-from alight.cutting.calls import Call, ConstantTensor, StateName, Value, check_outcome
+from alight.cutting.calls import AutocastState, Call, ConstantTensor, StateName, Value, check_outcome
 from alight.cutting.sizes import FixedSizes, NumberOf, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import BATCHES, SCALARS, BatchMultiple, Layout, NetworkDtype, Trace
 from alight.errors import BadInput
@@ -264,7 +264,8 @@ class _GraphBuilder:
         for index in plan.calls:
             while checks and checks[0].time <= index:
                 self._check(checks.pop(0))
-            self.made[Value(index)] = self._detached(Value(index), self._emitted(plan.trace.calls[index]))
+            call = plan.trace.calls[index]
+            self.made[Value(index)] = self._detached(Value(index), self._cast(self._emitted(call), call.autocast))
         for check in checks:
             self._check(check)
         outgoing = [
@@ -310,6 +311,18 @@ class _GraphBuilder:
         if name == "apply":  # of a torch.autograd.Function
             return self.nodes.call_function(operator.call, (self._fetched(self._constant(call.target)), *args), kwargs)
         return self.nodes.call_function(call.target, args, kwargs)
+
+    def _cast(self, node: fx.Node, states: tuple[AutocastState, ...]) -> fx.Node:
+        """Return a call that runs under torch.autocast as the network's code says; attributes need not."""
+        if not states or node.target in (getattr, check_outcome):
+            return node
+        args, kwargs, function = node.args, node.kwargs, node.target
+        self.nodes.erase_node(node)
+        if node.op == "call_module":
+            args, function = (self._fetched(str(node.target)), *args), operator.call
+        elif node.op == "call_method":
+            function = getattr(Tensor, str(node.target))
+        return self.nodes.call_function(under_autocast(function, states), args, kwargs)
 
     def _check(self, check: SizeCheck) -> None:
         numbers = self._argument(check.left), self._argument(check.right)
@@ -397,6 +410,20 @@ class _GraphBuilder:
         name = next((name for name, old in self.constants.items() if old is item), f"constant_{len(self.constants)}")
         self.constants[name] = item
         return f"{CONSTANTS}.{name}"
+
+
+@cache
+def under_autocast(function: Any, states: tuple[AutocastState, ...]) -> Any:
+    """Return a function that runs another one with torch.autocast as stated for each kind of device."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            return inner(*args, **kwargs)
+
+    (device, dtype, enabled), *further = states
+    inner = under_autocast(function, tuple(further)) if further else function
+    run.function, run.states = function, states  # type: ignore[attr-defined]
+    return run
 
 
 def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -495,10 +522,32 @@ def _methods() -> set[str]:
 def _function_name(function: Any) -> str:
     if function is getattr:
         return "getattr"
+    if states := getattr(function, "states", ()):
+        return " under ".join([_cast_name(function.function), *(f"{name} {dtype} {on}" for name, dtype, on in states)])
     for name, known in _functions().items():
         if known == function:
             return name
     raise NotPlainData(f"the network calls {getattr(function, '__qualname__', function)!s}")
+
+
+def _cast_name(function: Any) -> str:
+    """Return the name of what runs under torch.autocast: a call of a module, a method of tensors, or a function."""
+    if function is operator.call:
+        return "module"
+    name = str(getattr(function, "__name__", ""))
+    is_method = name in _methods() and getattr(Tensor, name) == function
+    return f".{name}" if is_method else _function_name(function)
+
+
+def _cast_function(target: str) -> Any:
+    """Return what `_function_name` wrote of a function that runs under torch.autocast."""
+    name, *states = target.split(" under ")
+    known = {"module": operator.call, **_functions(), **{f".{each}": getattr(Tensor, each) for each in _methods()}}
+    described = [state.split(" ") for state in states]
+    if name not in known or any(len(each) != 3 or each[1] not in TORCH_VALUES for each in described):
+        raise BadInput(f"the graph calls {target!r}, which is not a tensor function that alight knows")
+    parsed = tuple((kind, TORCH_VALUES[dtype], on == "True") for kind, dtype, on in described)
+    return under_autocast(known[name], parsed)
 
 
 def _checked_target(op: str, target: Any, args: Sequence[Any], constants: Mapping[str, Tensor]) -> Any:
@@ -510,6 +559,8 @@ def _checked_target(op: str, target: Any, args: Sequence[Any], constants: Mappin
             return getattr
         case "call_function" if target in _functions():
             return _functions()[target]
+        case "call_function" if " under " in str(target):
+            return _cast_function(target)
         case "call_method" if target in _methods():
             return target
         case "get_attr" if str(target).startswith(f"{CONSTANTS}.") and target.partition(".")[2] not in constants:

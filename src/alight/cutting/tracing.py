@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.cutting.calls import (
+    RANDOM,
     Call,
     CallRecorder,
     ConstantTensor,
@@ -178,6 +179,7 @@ def _trace_twice(
                 if first.inside != large.inside:  # perhaps only what a first run keeps for later ones
                     first = record_calls(models[0], inputs, batches[0], watched, is_opened)
                 _check_closed_modules(first, large, len(many[0]))
+            _forget_unused(traced)
             return traced
         except Untraceable as error:
             problem = error
@@ -216,6 +218,24 @@ def _aligned(first: CallRecorder, second: CallRecorder, device: torch.device, tr
     return Trace(
         first.calls, ends, first.inputs, output, shapes, numbers, tainted, follows_dtype, device, checks, training
     )
+
+
+def _forget_unused(traced: Trace) -> None:
+    """Forget functions whose results nothing reads, such as a loss that the network computes beside its logits.
+
+    Modules, what writes into memory, draws random numbers, or checks sizes and conditions, stays.
+    """
+    kept = [traced.output, *(end.result for ends in traced.ends.values() for end in ends)]
+    used = {item.call for item in walk(kept) if isinstance(item, Value)}
+    used |= {size.value.call for check in traced.checks for size in sizes_in(check[1:3])}
+    for index in range(len(traced.calls) - 1, -1, -1):
+        call = traced.calls[index]
+        name = "" if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+        stays = name in ("", "apply", "check_outcome") or call.changed or RANDOM.search(name)
+        if stays or index in used:
+            used |= {value.call for value in call.values} | {size.value.call for size in call.sizes}
+        else:
+            call.tainted, call.values, call.sizes = False, set(), set()
 
 
 def _many(inputs: Inputs, batch: tuple[Tensor, ...], largest: int) -> tuple[Tensor, ...]:

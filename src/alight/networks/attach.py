@@ -1,5 +1,6 @@
 """Exits on a classifier: heads attached to its features, or the outputs that it has."""
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -218,9 +219,12 @@ def _ends_in_sigmoid(stage: nn.Module) -> bool:
     if not isinstance(stage, Stage):
         return False
     node = next(iter(stage._graphs[0].output_node().all_input_nodes), None)
-    if node is None or node.op != "call_module":
-        return node is not None and node.target in ("sigmoid", torch.sigmoid, nn.functional.sigmoid)
-    module: nn.Module | None = stage.get_submodule(str(node.target))
+    target = getattr(node and node.target, "function", node and node.target)  # under torch.autocast
+    if target is operator.call and node is not None:
+        target = getattr(node.args[0], "target", None)
+    elif node is None or node.op != "call_module":
+        return target in ("sigmoid", torch.sigmoid, nn.functional.sigmoid, Tensor.sigmoid)
+    module: nn.Module | None = stage.get_submodule(str(target))
     while isinstance(module, nn.Sequential):
         module = module[-1] if len(module) else None
     return isinstance(module, nn.Sigmoid)

@@ -26,6 +26,11 @@ from alight.networks.heads import Head
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 CHANNELS_LAST = (nn.Linear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
 NORMS = (nn.LayerNorm, nn.RMSNorm)
+HIDDEN: tuple[Callable[[Tensor], Tensor], ...] = (  # which of the tokens, by their numbers, a mask hides in a trial
+    lambda steps: steps >= len(steps) // 2,
+    lambda steps: steps % 2 == 0,
+    lambda steps: steps % 2 == 1,
+)
 
 Shape = tuple[int, ...]
 Batch = tuple[Tensor, ...]
@@ -182,6 +187,13 @@ def _layer_calls(stage: nn.Module) -> Iterator[list[LayerCall]]:
             hook.remove()
 
 
+class MaskTrial(NamedTuple):
+    """A batch with a mask, and with other tokens where it hides and where it shows; which of these are read."""
+
+    batches: list[Batch]
+    reads: list[bool]
+
+
 class Masks:
     """The mask among the inputs of a network, and others that look like one."""
 
@@ -204,7 +216,8 @@ class Masks:
 
     def _check_meaning(self, backbone: nn.Module, inputs: Inputs, name: str) -> None:
         """Raise if the network reads what the mask hides, and does not read what it shows."""
-        if self._network_reads(backbone, inputs, name) == [True, False]:
+        trial = self._trial(backbone, inputs, name)
+        if trial is not None and trial.reads == [True, False]:
             other = "padding" if self.meaning == "tokens" else "tokens"
             raise BadInput(
                 f"where {name!r} is 1 it means {other}, as the network reads it, not {self.meaning}: say so,"
@@ -216,34 +229,43 @@ class Masks:
     ) -> None:
         """Raise if the logits of an exit depend on tokens that a mask hides from the network."""
         for mask in self.unknown if self.place is None else [[*self.inputs][self.place]]:
-            reads = self._network_reads(network, inputs, mask)
-            if len({*reads}) < 2:
+            trial = self._trial(network, inputs, mask)
+            if trial is None:
                 continue
-            batches = self._batches(inputs, mask)
-            pairs = zip(exits, run(batches[0]), run(batches[1 + reads.index(False)]), strict=True)
+            pairs = zip(exits, run(trial.batches[0]), run(trial.batches[1 + trial.reads.index(False)]), strict=True)
             if moved := [exit_name for exit_name, one, other in pairs if not is_close(one, other)]:
                 raise BadInput(
                     f"the logits at {moved[0]!r} depend on tokens that {mask!r} hides from the network: carry the mask,"
                     f" and attach a head that reads it, with what 1 means, mask={{{mask!r}: ...}}"
                 )
 
-    def _network_reads(self, network: nn.Module, inputs: Inputs, mask: str) -> list[bool]:
-        """Return whether the network reads tokens that the mask hides, and those that it shows; [] if unknown."""
-        try:
-            with in_mode(network, training=False):
-                first, *others = [inputs.run(network, batch) for batch in self._batches(inputs, mask)]
-                return [not same_bits(first, other) for other in others]
-        except Exception:  # of a network that does not take such batches
-            return []
+    def _trial(self, network: nn.Module, inputs: Inputs, mask: str) -> MaskTrial | None:
+        """Return batches of which the network reads either the tokens that the mask hides or those that it shows.
 
-    def _batches(self, inputs: Inputs, mask: str) -> list[Batch]:
-        """Return a batch whose mask hides half of the tokens, the same with others of these, and with others shown."""
+        The end is hidden, or every second token: a decoder that classifies by its last token, and looks back at a few
+        alone, sees none that is shown if the end is hidden. What says that hidden tokens are not read counts.
+        """
+        found = []
+        for pattern in HIDDEN:
+            try:
+                batches = self._batches(inputs, mask, pattern)
+                with in_mode(network, training=False):
+                    first, *others = [inputs.run(network, batch) for batch in batches]
+                reads = [not same_bits(first, other) for other in others]
+            except Exception:  # of a network that does not take such batches
+                continue
+            found.append(MaskTrial(batches, reads))
+            if reads == [False, True]:
+                return found[-1]
+        return next((trial for trial in found if trial.reads == [True, False]), None)
+
+    def _batches(self, inputs: Inputs, mask: str, pattern: Callable[[Tensor], Tensor]) -> list[Batch]:
+        """Return a batch whose mask hides these of the tokens, the same with others of these, and with others shown."""
         place, batch = [*self.inputs].index(mask), [*inputs.of_size(2)]
         flags = batch[place]
         if flags.ndim != 2 or flags.shape[1] < 2 or flags.is_floating_point():
             raise BadInput(f"{mask!r} of shape {tuple(flags.shape)} is not one flag per token: give it so")
-        hidden = torch.zeros_like(flags, dtype=torch.bool)
-        hidden[:, flags.shape[1] // 2 :] = True
+        hidden = pattern(torch.arange(flags.shape[1], device=flags.device)).expand_as(flags)
         batch[place] = (hidden if self.meaning == "padding" else ~hidden).to(flags.dtype)
         return [tuple(batch), *(_changed(batch, places, place) for places in (hidden, ~hidden))]
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.chain import Chain, check_batch, is_close
+from alight.cutting.chain import Chain, autocast_dtype, check_batch, is_close
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
@@ -138,9 +138,7 @@ class MultiExitModel(nn.Module):
         self.normalisation = normalisation
         self.recipe = dict(recipe or {"source": "stages"})
         self._verifying = False
-        self.proven_kinds: set[Any] = (
-            set()
-        )  # sizes and dtypes of inputs for which the exits were compared with the network
+        self.proven_kinds: set[Any] = set()  # autocast, sizes and dtypes for which exits were compared with the network
 
     @property
     def num_exits(self) -> int:
@@ -208,8 +206,11 @@ class MultiExitModel(nn.Module):
         return self.proven(by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,))
 
     def proven(self, batch: Carried) -> Carried:
-        """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree."""
-        kind = tuple([(each.shape[1:], each.dtype) for each in batch])
+        """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree.
+
+        So is the first under another `torch.autocast`, which the network's code may switch off for a part of itself.
+        """
+        kind = (autocast_dtype(batch[0].device.type), *[(each.shape[1:], each.dtype) for each in batch])
         if kind in self.proven_kinds or self._verifying:
             return batch
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:

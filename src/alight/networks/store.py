@@ -350,7 +350,7 @@ def _known_sizes(
     """Return the lengths of texts, or other shapes that the model was compared at, for which stages are the same."""
     if all(map(is_text, few)):
         return {"sizes": [], "lengths": _known_lengths(few, is_same)}
-    shapes = {tuple(tuple(shape) for shape, _ in kind) for kind in model.proven_kinds}
+    shapes = {tuple(tuple(shape) for shape, _ in kind) for _, *kind in model.proven_kinds}
     shapes |= {tuple(map(tuple, each)) for each in (model.known_inputs or {"sizes": ()})["sizes"]}
     return {"sizes": [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))], "lengths": None}
 
