@@ -151,9 +151,12 @@ def with_changed(place, file, change, copied):
 
 def test_parts_that_do_not_fit_together_are_refused(program, int8, tmp_path):
     policies = [{"thresholds": []}, {"tie_shares": [7.0, 1.0]}, {"costs": [1.0]}, {"costs": []}, {"salt": -1}]
+    policies += [{"schema": 2}, {"alight": "Report"}, {"salt": 0.5}, {"salt": "never"}, {"num_exits": 5}]
+    policies += [{"costs": [1.0, 0.5, 6.0]}, {"rule": "Lottery", "exit_rates": [0.5, -1.0, 1.5]}]
     changes = [("policy.json", lambda content, each=each: content.update(each)) for each in policies]
     changes += [
         ("manifest.json", lambda content: content.update(exits=content["exits"][:1])),
+        ("manifest.json", lambda content: content.update(schema=2)),
         ("manifest.json", lambda content: content.update(inputs=[])),
         ("manifest.json", lambda content: content["inputs"][0].update(shape="any")),
         ("manifest.json", lambda content: content["stages"][0].update(carries=[])),

@@ -449,3 +449,21 @@ def test_what_cannot_be_quantised_is_refused_with_a_sentence(given, message, tmp
             }
         )
     assert not (tmp_path / "int8").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(providers=True),
+        lambda content: content.update(providers=[3]),
+        lambda content: content["stages"][1].update(probe=[]),
+    ],
+)
+def test_a_damaged_manifest_is_refused_with_its_name(change, tmp_path):
+    shutil.copytree(folder(), tmp_path / "copied")
+    path = tmp_path / "copied" / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadFile, match=r"manifest.json: its content is not usable .*; export the network again"):
+        Predictor.load(tmp_path / "copied", settings=ONE)

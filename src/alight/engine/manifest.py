@@ -110,6 +110,10 @@ class Manifest:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
         if made.precision not in PRECISIONS or made.runtime not in (ONNXRUNTIME, OPENVINO):
             raise ValueError(f"precision {made.precision!r}, runtime {made.runtime!r}")
+        if not isinstance(made.providers, tuple) or not all(isinstance(each, str) for each in made.providers):
+            raise ValueError(f"providers {made.providers!r}")
+        if len({bool(stage.probe) for stage in made.stages}) > 1:
+            raise ValueError("a probe of some stages alone")
         exits = made.open_exits
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
