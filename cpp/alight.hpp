@@ -655,6 +655,8 @@ class Predictor {
     if (!manifest["lengths"].is_null()) lengths_ = manifest["lengths"].numbers<int64_t>();
     bool whole = !inputs.empty() && mean_.size() == std_.size() && (lengths_.empty() || lengths_.size() == 2) &&
                  (mean_.empty() || !channels || mean_.size() == channels);
+    for (float each : mean_) whole = whole && std::isfinite(each);
+    for (float each : std_) whole = whole && std::isfinite(each) && each > 0;
     std::vector<int64_t> opened;
     for (const Json& stage : manifest["stages"].items) {
       std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
@@ -735,7 +737,7 @@ class Predictor {
         gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
         largest = std::max(largest, std::abs(wanted[each]));
       }
-      if (!(gap <= allowed * largest))
+      if (!std::isfinite(gap) || gap > allowed * largest)
         throw Error(folder + " gives other logits here than where it was exported: export the network on such a machine");
       made.erase(made.begin());
       state = std::move(made);

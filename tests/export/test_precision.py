@@ -403,6 +403,8 @@ def test_settings_and_weights_that_exports_do_not_have_are_refused_before_any_wo
     half = copy.deepcopy(network()).half()
     with pytest.raises(BadInput, match=r"weights are torch\.float16: export it in float32, as model\.float\(\)"):
         deploy(half, labelled(), tmp_path / "int8", settings=ONE, **terms)
+    with pytest.raises(BadInput, match="batch size 0: give 1 or more"):
+        deploy(network(), labelled(), tmp_path / "int8", batch_size=0, settings=ONE, **terms)
 
 
 class Deconvolution(nn.Module):
