@@ -25,6 +25,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -54,19 +55,27 @@ class Json {
   double number() const {
     if (kind == Kind::text && (text_ == "never" || text_ == "always"))  // infinite thresholds
       return (text_ == "never" ? 1 : -1) * std::numeric_limits<double>::infinity();
-    if (kind != Kind::number) throw Error("the file has something else where a number is expected");
+    if (kind != Kind::number) throw Error("the file has something else where a number is expected: export the network again");
     return number_;
   }
-  int64_t integer() const { return static_cast<int64_t>(number()); }
+  int64_t integer() const {
+    constexpr double LARGEST = 9007199254740991;  // up to it doubles hold every whole number
+    double value = number();
+    if (!(std::abs(value) <= LARGEST) || value != std::floor(value))
+      throw Error("the file has something else where a whole number is expected: export the network again");
+    return static_cast<int64_t>(value);
+  }
   const std::string& text() const {
-    if (kind != Kind::text) throw Error("the file has something else where a text is expected");
+    if (kind != Kind::text) throw Error("the file has something else where a text is expected: export the network again");
     return text_;
   }
   template <class T = double>
   std::vector<T> numbers() const {
-    if (kind != Kind::list) throw Error("the file has something else where a list is expected");
+    if (kind != Kind::list) throw Error("the file has something else where a list is expected: export the network again");
     std::vector<T> made;
-    for (const Json& each : items) made.push_back(static_cast<T>(each.number()));
+    for (const Json& each : items)
+      if constexpr (std::is_integral_v<T>) made.push_back(static_cast<T>(each.integer()));
+      else made.push_back(static_cast<T>(each.number()));
     return made;
   }
   std::vector<Json> items;             // of a list
@@ -154,6 +163,16 @@ class Json {
     return made;
   }
 };
+
+// The content of a file that alight wrote as this kind; what a newer one wrote may mean something else.
+inline Json read_kind(const std::string& text, const std::string& kind) {
+  constexpr int64_t SCHEMA = 1;
+  Json content = Json::parsed(text);
+  if (content["alight"].text() != kind) throw Error("the file is not a " + kind + " of alight: export the network again");
+  if (content["schema"].integer() != SCHEMA)
+    throw Error("the " + kind + " is of another version of alight: export the network again, or use its alight.hpp");
+  return content;
+}
 
 inline std::string file_content(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -452,7 +471,7 @@ struct Memory {  // what a policy remembers of a sample between exits
 
 class Policy {
  public:
-  explicit Policy(const Json& content) : Policy(content, static_cast<uint64_t>(content["salt"].number())) {}
+  explicit Policy(const Json& content) : Policy(content, content["salt"].integer()) {}
 
   // Whether a sample leaves at an open exit before the last.
   bool leaves(size_t exit, int64_t sample, int64_t prediction, double score_value, Memory& memory) const {
@@ -485,12 +504,14 @@ class Policy {
   std::string rule, score, fingerprint;
   std::vector<double> costs;
   std::vector<int64_t> open_exits;
+  int64_t num_exits = 0;  // of the network, open or closed
 
  private:
   static constexpr uint64_t TIES = 0, MIXING = 1, LOTTERY = 100;  // purposes of random draws
-  Policy(const Json& content, uint64_t salt)
+  Policy(const Json& content, int64_t salt)
       : rule(content["rule"].text()), score(content["score"].text()), fingerprint(content["fingerprint"].text()),
-        costs(content["costs"].numbers()), open_exits(content["open_exits"].numbers<int64_t>()), salt(salt) {
+        costs(content["costs"].numbers()), open_exits(content["open_exits"].numbers<int64_t>()),
+        num_exits(content["num_exits"].integer()), salt(static_cast<uint64_t>(salt)) {
     if (!content["combination"].is_null()) throw Error("combined exits do not run here: run the folder in Python");
     if (rule == "Threshold") thresholds = content["thresholds"].numbers(), tie_shares = content["tie_shares"].numbers();
     else if (rule == "Patience") patience = content["patience"].integer();
@@ -500,15 +521,19 @@ class Policy {
       share = content["share"].number();
       parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
       for (const Policy& each : parts)
-        if (each.costs != costs || each.open_exits != open_exits || each.score != score) fail();
+        if (each.costs != costs || each.open_exits != open_exits || each.score != score || each.num_exits != num_exits)
+          fail();
     } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
     size_t asked = costs.size() - 1;  // exits at which it decides
     bool sized = !costs.empty() && open_exits.size() == costs.size() && (rule != "ExitAt" || !asked);
     if (rule == "Threshold") sized = sized && thresholds.size() == asked && tie_shares.size() == asked;
     if (rule == "Lottery") sized = sized && exit_rates.size() == costs.size();
-    for (double each : tie_shares) sized = sized && each >= 0 && each <= 1;
+    for (size_t each = 0; each < costs.size(); ++each)
+      sized = sized && std::isfinite(costs[each]) && costs[each] > (each ? costs[each - 1] : 0);
+    for (const std::vector<double>* shares : {&tie_shares, &exit_rates})
+      for (double each : *shares) sized = sized && each >= 0 && each <= 1;
     for (double each : thresholds) sized = sized && !std::isnan(each);
-    if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || !(content["salt"].number() >= 0))
+    if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || salt < 0)
       fail();
   }
   [[noreturn]] static void fail() { throw Error("the numbers of the policy do not fit together: calibrate again"); }
@@ -534,7 +559,7 @@ struct Decision {
 class Predictor {
  public:
   explicit Predictor(const std::string& folder, int threads = 1, const std::string& library = "libonnxruntime.so")
-      : Predictor(folder, Json::parsed(file_content(folder + "/manifest.json")), threads, library) {}
+      : Predictor(folder, read_kind(file_content(folder + "/manifest.json"), "Deployment"), threads, library) {}
 
   // Decisions about a batch of the network's first inputs; samples are numbered from `first`, which decides ties.
   std::vector<Decision> operator()(const std::vector<Input>& inputs, int64_t first = 0) const {
@@ -607,7 +632,7 @@ class Predictor {
 
  private:
   Predictor(const std::string& folder, const Json& manifest, int threads, const std::string& library)
-      : policy(Json::parsed(verified(folder, "policy.json", manifest["policy_checksum"].text()))),
+      : policy(read_kind(verified(folder, "policy.json", manifest["policy_checksum"].text()), "Policy")),
         runtime_(std::make_unique<Runtime>(library)) {
     std::string own = manifest["runtime"].text();
     bool other = own != "onnxruntime" || !manifest["providers"].items.empty();  // that rounds otherwise
@@ -630,6 +655,8 @@ class Predictor {
     if (!manifest["lengths"].is_null()) lengths_ = manifest["lengths"].numbers<int64_t>();
     bool whole = !inputs.empty() && mean_.size() == std_.size() && (lengths_.empty() || lengths_.size() == 2) &&
                  (mean_.empty() || !channels || mean_.size() == channels);
+    for (float each : mean_) whole = whole && std::isfinite(each);
+    for (float each : std_) whole = whole && std::isfinite(each) && each > 0;
     std::vector<int64_t> opened;
     for (const Json& stage : manifest["stages"].items) {
       std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
@@ -640,6 +667,8 @@ class Predictor {
       carried_.push_back(std::move(carried));
       opened.push_back(stage["exit"].integer());
     }
+    if (policy.num_exits != static_cast<int64_t>(exits.size()))
+      throw Error("the policy in " + folder + " is for a network with another number of exits: calibrate again");
     if (opened != policy.open_exits) throw Error("the policy in " + folder + " opens other exits than its stages");
     for (int64_t each : opened) whole = whole && each >= 0 && each < static_cast<int64_t>(exits.size());
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
@@ -708,7 +737,7 @@ class Predictor {
         gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
         largest = std::max(largest, std::abs(wanted[each]));
       }
-      if (!(gap <= allowed * largest))
+      if (!std::isfinite(gap) || gap > allowed * largest)
         throw Error(folder + " gives other logits here than where it was exported: export the network on such a machine");
       made.erase(made.begin());
       state = std::move(made);

@@ -235,15 +235,20 @@ def in_cpp(made: Preparation, name: str, folder: Path) -> None:
     """Add the same folder, run by the program in C++."""
     if shutil.which("cmake") is None:
         return
+    about = {"kind": "c++", "weights": EXITS, **cpp_program(made.work)}
+    made.add(name.replace("ONNX Runtime", "C++, ONNX Runtime"), lambda: {"folder": str(folder)}, **about)
+
+
+def cpp_program(work: Path) -> dict[str, str]:
+    """Return the program in C++, built once, and ONNX Runtime's library."""
     import onnxruntime
 
-    build = made.work / "cpp"
+    build = work / "cpp"
     if not build.exists():
         for step in (["-S", ROOT / "cpp", "-B", build], ["--build", build]):
             subprocess.run(["cmake", *map(str, step)], check=True, capture_output=True)
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
-    about = {"kind": "c++", "weights": EXITS, "program": str(build / "alight_example"), "library": str(library)}
-    made.add(name.replace("ONNX Runtime", "C++, ONNX Runtime"), lambda: {"folder": str(folder)}, **about)
+    return {"program": str(build / "alight_example"), "library": str(library)}
 
 
 def cascade_of_two(made: Preparation, data: Any) -> None:

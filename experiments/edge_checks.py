@@ -3,7 +3,7 @@
     python experiments/edge_checks.py decisions WORK --state STATE      # 3 minutes on one core
     python experiments/edge_checks.py certificates WORK --state STATE --data DATA     # 4 minutes
     python experiments/edge_checks.py footprint WORK         # 1 minute
-    python experiments/edge_checks.py asking WORK --state STATE   # 2 minutes on two cores
+    python experiments/edge_checks.py asking WORK --state STATE   # 8 minutes on two cores
 
 WORK was written by `edge.py prepare`. `decisions` runs an int8 folder with every exit open, at half of the FLOPs, on
 the 2,000 images in Python, in batches and one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a
@@ -11,20 +11,24 @@ sample is `near` if a score lies within 1e-5 of its threshold. `certificates` re
 once, calibrates with a guarantee on 1,000 draws of 1,000 and counts the draws whose policy breaks it on the others:
 results/edge_certificates.csv. `footprint` starts each program anew, also on one core with 512 MiB:
 results/edge_footprint.csv. `asking` times single images through three exits at which nobody leaves, beside the same
-network in one piece: results/edge_asking.csv.
+network in one piece, and in one piece with all heads, each in a process of its own, in turns: results/edge_asking.csv;
+without STATE and without a prepared WORK the weights and images are random, which take as long.
 """
 
 import argparse
 import csv
 import io
+import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,8 @@ import numpy as np
 
 from alight import HeadOutputs, Policy, Predictor, RunSettings, calibrate, record, replay
 from alight.costs import Costs
-from alight.engine.manifest import Manifest
+from alight.data.preprocess import TensorSpec
+from alight.engine.manifest import Manifest, checksum
 from alight.files import write_rows
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
@@ -43,7 +48,8 @@ FOLDER, CHECKED = "exits_onnxruntime_int8_0.025", "exits_onnxruntime_int8_half"
 NEAR = 1e-5
 DRAWS, CALIBRATION, RECORDED = 1000, 1000, 5000
 LIMIT = 512 * 2**20  # bytes
-ONE, THREADS = RunSettings(threads=1), 2
+ONE = RunSettings(threads=1)
+ASKED = 400  # images that pass three exits
 Row = dict[str, str | float | int]
 Answers = tuple[np.ndarray, np.ndarray]  # labels and exits
 
@@ -216,51 +222,108 @@ def one(folder: Path, path: Path) -> None:
     print(json.dumps({"load_ms": 1e3 * (loaded - start), "mean_ms": each}), file=sys.stderr)
 
 
-def asking(work: Path, state: Path) -> Iterator[Row]:
-    """Yield what it costs to ask at three exits when nobody leaves, over the same network in one piece; one image."""
+def asking(work: Path, state: Path | None) -> Iterator[Row]:
+    """Yield what three exits cost at which nobody leaves, over the same network in one piece; one image.
+
+    `heads` is what one graph costs that computes all four heads, `rest` what cutting, sessions and decisions add to it.
+    """
+    from edge import PART, TURN, Worker, cpp_program, in_turns
+
+    folder = work / "asking"
+    for runtime, precision in itertools.product(("onnxruntime", "openvino"), ("float32", "int8")):
+        places = asked_folders(work, state, runtime, precision)
+        kinds: dict[str, Any] = {"Python": {"kind": "exported", "runtime": runtime}}
+        if runtime == "onnxruntime":
+            kinds["C++"] = {"kind": "c++", **cpp_program(work)}
+        for (engine, about), threads in itertools.product(kinds.items(), (1, 2)):
+            known = {name: {**about, "folder": str(place), "images": "../images.npz"} for name, place in places.items()}
+            (folder / "contenders.json").write_text(json.dumps(known))
+            workers = [Worker(folder, name, threads) for name in places]
+            if not all(each.is_ready() for each in workers):
+                raise SystemExit(f"a contender does not run: see {folder}/workers.log")
+            parts = [in_turns(workers, start, start + PART) for start in range(0, ASKED, PART)]
+            for each in workers:
+                each.close()
+            turns = {
+                name: np.concatenate([part[name] for part in parts]).reshape(-1, TURN).mean(axis=1) for name in places
+            }
+            whole, heads, asked = (turns[name] for name in ("whole", "heads", "asked"))
+            row: Row = {"engine": engine, "runtime": runtime, "precision": precision, "threads": threads}
+            row |= {"exits_asked": 3, "images": ASKED}
+            row |= {f"{name}_ms": float(np.median(times)) for name, times in turns.items()}
+            for name, ratios in {
+                "over": asked / whole - 1,
+                "heads": heads / whole - 1,
+                "rest": (asked - heads) / whole,
+            }.items():
+                low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+                row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+            yield row
+
+
+def asked_folders(work: Path, state: Path | None, runtime: str, precision: str) -> dict[str, Path]:
+    """Return folders, made once: the network in one piece, one graph with four heads, and three exits for nobody."""
     import torch
-    from cifar100_train import Job, load_result
+    from cifar100_train import Job, build, load_result
     from edge import EXITS
 
     from alight import export_model
     from alight.export.precision import lower, put_policy
+    from alight.networks.zoo import CIFAR
     from alight.policies.policy import ExitAt
 
-    model, example = load_result(Job(EXITS), state), torch.zeros(2, 3, 32, 32)
+    folder = work / "asking"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (work / "images.npz").exists():
+        noise = np.random.default_rng(0).integers(256, size=(ASKED, 32, 32, 3), dtype=np.uint8)
+        mean, std = (np.array(each, dtype=np.float32) for each in (CIFAR.mean, CIFAR.std))
+        np.savez(work / "images.npz", images=noise, mean=mean, std=std)
     with np.load(work / "images.npz") as file:
         images = ((file["images"][:128] / np.float32(255) - file["mean"]) / file["std"]).transpose(0, 3, 1, 2)
-    images = np.ascontiguousarray(images)
-    terms: dict[str, Any] = {"num_exits": model.num_exits}
+    terms: dict[str, Any] = {"num_exits": 8}
     policies = {
-        "never": Threshold((np.inf,) * 3, costs=(1.0, 2.0, 3.0, 4.0), open_exits=(1, 3, 5, 7), **terms),
         "whole": ExitAt(costs=(4.0,), open_exits=(7,), **terms),
+        "asked": Threshold((np.inf,) * 3, costs=(1.0, 2.0, 3.0, 4.0), open_exits=(1, 3, 5, 7), **terms),
     }
-    for runtime in ("onnxruntime", "openvino"):
-        for precision in ("float32", "int8"):
-            pair = []
-            for name, policy in policies.items():
-                plain, folder = work / f"asking_{name}", work / f"asking_{name}_{precision}_{runtime}"
-                if not plain.exists():
-                    export_model(model, policy, plain, example=example, progress=False)
-                if not folder.exists():
-                    lower(plain, folder, precision, [(images,)], runtime=runtime)
-                    put_policy(folder, policy)
-                pair.append(Predictor.load(folder, settings=RunSettings(threads=THREADS)))
-            starts = [*range(0, 120, 10)] * 5
-            times = np.array([[alone(each, images, start) for each in pair] for start in starts])[5:]
-            ratios = times[:, 0] / times[:, 1]
-            low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
-            row: Row = {"runtime": runtime, "precision": precision, "exits_asked": 3, "threads": THREADS}
-            row |= {"whole_ms": float(np.median(times[:, 1])), "asked_ms": float(np.median(times[:, 0]))}
-            yield row | {"over": middle - 1, "over_low": low - 1, "over_high": high - 1}
+    found = {}
+    for name, policy in policies.items():
+        plain, found[name] = folder / name, folder / f"{name}_{precision}_{runtime}"
+        if not plain.exists():
+            model = load_result(Job(EXITS), state) if state else build(Job(EXITS), work, started=False).eval()
+            export_model(model, policy, plain, example=torch.zeros(2, 3, 32, 32), progress=False)
+        if not found[name].exists():
+            lower(plain, found[name], precision, [(np.ascontiguousarray(images),)], runtime=runtime)
+            put_policy(found[name], policy)
+    found["heads"] = folder / f"heads_{precision}_{runtime}"
+    if not found["heads"].exists():
+        join_stages(found["asked"], found["whole"], found["heads"])
+    return found
 
 
-def alone(predictor: Predictor, images: np.ndarray, start: int) -> float:
-    """Return milliseconds per image of ten images one by one."""
-    begin = time.perf_counter()
-    for row in range(start, start + 10):
-        predictor(images[row : row + 1])
-    return 100 * (time.perf_counter() - begin)
+def join_stages(asked: Path, whole: Path, folder: Path) -> None:
+    """Write one graph that gives the logits of every stage, as a folder for the policy of the whole network."""
+    import onnx
+    import onnx.compose
+
+    stages = []
+    for index, stage in enumerate(Manifest.load(asked).stages):
+        model = onnx.load(asked / stage.file)
+        stages.append(onnx.compose.add_prefix(model, f"{index}/", rename_inputs=index > 0))
+        del stages[-1].graph.value_info[:]
+    joined = stages[0]
+    for model in stages[1:]:
+        states = [each.name for each in joined.graph.output if not each.name.endswith("/logits")]
+        names = zip(states, [each.name for each in model.graph.input], strict=True)
+        joined = onnx.compose.merge_models(joined, model, io_map=[*names])
+    *heads, last = joined.graph.output
+    del joined.graph.output[:]
+    joined.graph.output.extend([last, *heads])
+    manifest = Manifest.load(whole)
+    shutil.copytree(whole, folder)
+    onnx.save(joined, folder / manifest.stages[0].file)
+    carries = tuple(TensorSpec(each.name, (None, 100), "float32") for each in heads)
+    known = checksum((folder / manifest.stages[0].file).read_bytes())
+    replace(manifest, stages=(replace(manifest.stages[0], checksum=known, carries=carries),)).save(folder)
 
 
 def main() -> None:

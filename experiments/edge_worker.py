@@ -22,6 +22,7 @@ import numpy as np
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 BATCH = 64
+WARM = 20  # single images before those that are timed
 Labels = Callable[[np.ndarray], np.ndarray]  # classes of a batch of images, as the network takes them
 
 
@@ -131,7 +132,7 @@ class Program:
         path = Path(self.about["folder"]).with_suffix(".npy")
         np.save(path, images)
         options = ["--batch", batch, "--threads", self.threads, "--library", self.about["library"], "--times"]
-        command = [self.about["program"], self.about["folder"], path, *options, "--warm", min(len(images), 2 * batch)]
+        command = [self.about["program"], self.about["folder"], path, *options, "--warm", max(WARM, 2 * batch)]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
         rows = [line.split(",") for line in done.stdout.splitlines()[1:]]
         return [int(row[1]) for row in rows], [float(line) for line in done.stderr.split()]
@@ -167,7 +168,7 @@ def main() -> None:
     program = Program(about, threads) if about["kind"] == "c++" else None
     one, many = KINDS[about["kind"]](about, threads) if program is None else (program.classes, program.classes)
     warm = inputs([*range(min(len(pixels), 2 * BATCH))])
-    for each in range(20) if program is None else ():
+    for each in range(WARM) if program is None else ():
         one(warm[each : each + 1])
     print("ready", flush=True)
     for line in sys.stdin:

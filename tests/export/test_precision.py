@@ -403,3 +403,69 @@ def test_settings_and_weights_that_exports_do_not_have_are_refused_before_any_wo
     half = copy.deepcopy(network()).half()
     with pytest.raises(BadInput, match=r"weights are torch\.float16: export it in float32, as model\.float\(\)"):
         deploy(half, labelled(), tmp_path / "int8", settings=ONE, **terms)
+    with pytest.raises(BadInput, match="batch size 0: give 1 or more"):
+        deploy(network(), labelled(), tmp_path / "int8", batch_size=0, settings=ONE, **terms)
+
+
+class Deconvolution(nn.Module):
+    """Transposed convolutions in groups, of which ONNX Runtime's quantiser knows none."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.layer = nn.ConvTranspose2d(channels, 6, 3, padding=1, groups=3)
+
+    def forward(self, values):
+        return torch.relu(self.layer(values))
+
+
+def test_transposed_convolutions_in_groups_stay_in_float(tmp_path, quick):
+    torch.manual_seed(0)
+    model = MultiExitModel([Deconvolution(3), Deconvolution(6)], [PooledLinear((6, 6, 7), 5) for _ in range(2)]).eval()
+    example = torch.from_numpy(images()[:2])
+    source = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    place = lower(source, tmp_path / "int8", "int8", [(images()[:32],)])
+    found, expected = logits_of(place, images(), 16), logits_of(source, images(), 16)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"samples": []}, "the ranges of int8 are those of samples, and there are none"),
+        ({"samples": [(images()[:8] * np.float32("nan"),)]}, "a sample holds NaN, infinity or a negative index"),
+        ({"samples": [(images()[:8, :, :, :3],)]}, r"an array of shape \(8, 3, 6, 3\), and the network takes"),
+        ({"levels": ["int8"]}, "1 levels for 3 stages: give each stage one of int8; int8, head float32; float32"),
+        ({"levels": ["int8", "int4", "int8"]}, "there is no level 'int4'"),
+        ({"runtime": "tflite"}, "'tflite' does not run exported stages: choose onnxruntime or openvino"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_with_a_sentence(given, message, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        lower(
+            **{
+                "source": folder(),
+                "folder": tmp_path / "int8",
+                "precision": "int8",
+                "samples": [(images()[:8],)],
+                **given,
+            }
+        )
+    assert not (tmp_path / "int8").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(providers=True),
+        lambda content: content.update(providers=[3]),
+        lambda content: content["stages"][1].update(probe=[]),
+    ],
+)
+def test_a_damaged_manifest_is_refused_with_its_name(change, tmp_path):
+    shutil.copytree(folder(), tmp_path / "copied")
+    path = tmp_path / "copied" / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadFile, match=r"manifest.json: its content is not usable .*; export the network again"):
+        Predictor.load(tmp_path / "copied", settings=ONE)

@@ -104,16 +104,26 @@ class Manifest:
         values["stages"] = tuple(map(_stage, content["stages"]))
         values["normalisation"] = content["normalisation"] and Normalisation(**content["normalisation"])
         made = cls(**values)
-        if outside := [file for file in made.further if Path(file).is_absolute() or ".." in Path(file).parts]:
-            raise ValueError(f"a file {outside[0]!r} outside its folder")
-        if made.format not in SUFFIXES or not made.stages or not made.inputs:
-            raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
-        if made.precision not in PRECISIONS or made.runtime not in (ONNXRUNTIME, OPENVINO):
-            raise ValueError(f"precision {made.precision!r}, runtime {made.runtime!r}")
-        exits = made.open_exits
-        if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
-            raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
+        made._check_files()
+        made._check_stages()
         return made
+
+    def _check_files(self) -> None:
+        if outside := [file for file in self.further if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise ValueError(f"a file {outside[0]!r} outside its folder")
+        if self.format not in SUFFIXES or not self.stages or not self.inputs:
+            raise ValueError(f"format {self.format!r}, {len(self.stages)} stages, {len(self.inputs)} inputs")
+        if self.precision not in PRECISIONS or self.runtime not in (ONNXRUNTIME, OPENVINO):
+            raise ValueError(f"precision {self.precision!r}, runtime {self.runtime!r}")
+        if not isinstance(self.providers, tuple) or not all(isinstance(each, str) for each in self.providers):
+            raise ValueError(f"providers {self.providers!r}")
+
+    def _check_stages(self) -> None:
+        if len({bool(stage.probe) for stage in self.stages}) > 1:
+            raise ValueError("a probe of some stages alone")
+        exits = self.open_exits
+        if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(self.exits):
+            raise ValueError(f"stages for exits {exits} of {len(self.exits)}")
 
 
 def check_loses_nothing(folder: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.preprocess import TensorSpec
+from alight.data.batches import fitted
+from alight.data.preprocess import TensorSpec, first_unusable
 from alight.engine.backends import State
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import Session
@@ -83,10 +84,11 @@ def lower(
     manifest = Manifest.load(source)
     _check(manifest, precision, runtime)
     check_loses_nothing(folder)
-    levels = [*levels] or [LEVELS[precision][0]] * len(manifest.stages)
+    levels = _checked_levels(levels, precision, manifest)
+    states = [part for batch in samples for part in _parts(fitted(batch, manifest.input_spec))]
+    _check_samples(states, precision)
     with whole_folder(folder) as filling:
         paths = [filling / stage.file for stage in manifest.stages]
-        states = [part for batch in samples for part in _parts(batch)]
         for stage, path, level in zip(manifest.stages, paths, levels, strict=True):
             content = verified(source, stage.file, stage.checksum)
             session = Session(content, stage.file)
@@ -156,6 +158,8 @@ def probed(manifest: Manifest, folder: Path) -> Manifest:
 def _check(manifest: Manifest, precision: str, runtime: str) -> None:
     if precision not in LEVELS:
         raise BadInput(f"there is no precision {precision!r}: choose {', '.join(LEVELS)}")
+    if runtime not in (ONNXRUNTIME, OPENVINO):
+        raise BadInput(f"{runtime!r} does not run exported stages: choose {ONNXRUNTIME} or {OPENVINO}")
     if manifest.format != ONNX or manifest.precision != FLOAT32:
         raise BadInput(f"stages of {manifest.format} in {manifest.precision}: give a folder of ONNX in float32")
     if precision == BFLOAT16 and runtime != OPENVINO:
@@ -163,6 +167,23 @@ def _check(manifest: Manifest, precision: str, runtime: str) -> None:
             f"{runtime} has no bf16 arithmetic on processors: choose runtime='{OPENVINO}', or float16 for files of half"
             " the size"
         )
+
+
+def _checked_levels(levels: Sequence[str], precision: str, manifest: Manifest) -> Sequence[str]:
+    """Return the level of every stage, if there are such."""
+    levels = [*levels] or [LEVELS[precision][0]] * len(manifest.stages)
+    odd = [level for level in levels if level not in LEVELS[precision]]
+    if odd or len(levels) != len(manifest.stages):
+        what = f"there is no level {odd[0]!r}" if odd else f"{len(levels)} levels for {len(manifest.stages)} stages"
+        raise BadInput(f"{what}: give each stage one of {'; '.join(LEVELS[precision])}")
+    return levels
+
+
+def _check_samples(states: Sequence[State], precision: str) -> None:
+    if precision == INT8 and not states:
+        raise BadInput("the ranges of int8 are those of samples, and there are none: give some tens")
+    if any(first_unusable(each) is not None for each in states):
+        raise BadInput("a sample holds NaN, infinity or a negative index, of which int8 has no range: leave it out")
 
 
 def _parts(samples: State) -> list[State]:
@@ -269,6 +290,7 @@ def _quantise(source: Path, target: Path, feeds: Sequence[Feed], *, float_head: 
         _name_nodes(model.graph)
         onnx.save(model, ready)
         kinds = {node.op_type for node in model.graph.node}
+        kept = _kept_in_float(model.graph, float_head=float_head) | _not_quantisable(model.graph)
         quantize_static(
             str(ready),
             str(target),
@@ -278,7 +300,7 @@ def _quantise(source: Path, target: Path, feeds: Sequence[Feed], *, float_head: 
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             op_types_to_quantize=[*PRODUCTS, *(BETWEEN if "Conv" in kinds else ())],
-            nodes_to_exclude=sorted(_kept_in_float(model.graph, float_head=float_head)),
+            nodes_to_exclude=sorted(kept),
         )
 
 
@@ -305,6 +327,12 @@ def _kept_in_float(graph: Any, *, float_head: bool) -> set[str]:
         graph, [name for node in graph.node if node.name in last for name in node.input]
     )
     return {*last, *(after & head)}
+
+
+def _not_quantisable(graph: Any) -> set[str]:
+    """Return the names of transposed convolutions in groups, whose biases ONNX Runtime's quantiser cannot scale."""
+    transposed = [node for node in graph.node if node.op_type == "ConvTranspose"]
+    return {node.name for node in transposed if any(each.name == "group" and each.i > 1 for each in node.attribute)}
 
 
 def _name_nodes(graph: Any) -> None:

@@ -196,6 +196,8 @@ class Deployment:
         self.runtime = settings.runtime or ONNXRUNTIME
         if self.runtime == TORCH:
             raise BadInput(f"a deployed folder runs without PyTorch: choose runtime='{ONNXRUNTIME}' or '{OPENVINO}'")
+        if batch_size < 1:
+            raise BadInput(f"batch size {batch_size}: give 1 or more")
         if isinstance(data, Iterator):
             raise BadInput("data that can be read only once, and deploying reads it several times: give a loader")
         if original is None:
