@@ -313,6 +313,23 @@ def test_the_network_of_the_user_is_not_changed(fitted, trained):
     assert not trained.training
 
 
+def test_a_fitted_predictor_instead_of_its_network_is_answered_with_where_that_is(fitted):
+    train, validation = (data.tensors for data in digits())
+    with pytest.raises(BadInput, match=r"a FittedPredictor is not a network, but holds one: give predictor\.network"):
+        alight.fit(fitted, train, validation, progress=False)
+
+
+def test_costs_are_those_of_the_validation_samples_where_these_have_another_size(trained, capsys):
+    images, labels = digits()[1].tensors
+    larger = (nn.functional.interpolate(images[:240], scale_factor=2), labels[:240])
+    train = tuple(part[:64] for part in digits()[0].tensors)
+    predictor = alight.fit(trained, train, larger, budget="70%", training=TrainingSettings(epochs=1))
+    expected = alight.measure_costs(predictor.network, torch.zeros(2, 1, 16, 16)).full
+    assert predictor.fitted.costs.full == expected > 3 * alight.measure_costs(predictor.network).full
+    assert "fit: costs are measured at the size of the validation samples, not at 1 x 8 x 8" in capsys.readouterr().err
+    assert "example = torch.zeros(2, 1, 16, 16)\ncosts = alight.measure_costs(model, example)" in predictor.calls
+
+
 def test_the_budget_is_kept_on_samples_that_were_not_used_and_the_answers_are_those_of_replay(fitted):
     images = digits()[1].tensors[0]
     decisions = fitted(images)

@@ -96,6 +96,12 @@ def _tuple(data: tuple[Any, ...], spec: InputSpec, labels: bool) -> Samples | No
         return _labelled_columns(data, spec, labels)
     ends = _ends_in_labels(data, spec)
     columns = [column_of(each) for each in (data[:-1] if ends else data)]
+    if len(spec.tensors) == 1 < len(columns):
+        beside = " beside labels" if ends else ""
+        raise BadInput(
+            f"a tuple of {len(columns)} inputs{beside}, and the network takes one, {spec.tensors[0]}: give (inputs,"
+            " labels)"
+        )
     _check_arrays(Samples(columns), spec)
     return Samples(columns, whole_labels(data[-1], spec) if ends and labels else None)
 

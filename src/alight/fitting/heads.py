@@ -14,7 +14,7 @@ from alight.errors import BadInput
 from alight.files import CONFIG, read_json
 from alight.fitting.calls import Steps, data_literal, example_literal
 from alight.fitting.checks import check_places
-from alight.fitting.inputs import check_example, classes_in, example_for
+from alight.fitting.inputs import check_example, check_logits, classes_in, example_for
 
 if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel
@@ -94,11 +94,16 @@ def _check_module(network: Any) -> None:
             "these are weights alone: load them into the network, network.load_state_dict(weights), give that"
         )
     if not isinstance(network, torch.nn.Module):
+        if isinstance(getattr(network, "network", None), torch.nn.Module):
+            raise BadInput(f"a {type(network).__name__} is not a network, but holds one: give predictor.network")
         kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
         raise BadInput(
             f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
             " such as 'timm:resnet18', or Costs with logits as validation"
         )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise BadInput(f"fit is called inside torch.{mode}(), where nothing can be trained: call it outside of it")
     if isinstance(network, MultiExitModel):
         return
     if hasattr(network, "_orig_mod"):
@@ -272,6 +277,7 @@ def _attached(
         )
     except BadInput:
         check_example(network, example, normalisation)
+        check_logits(network, example)
         raise
     given = [] if after == "auto" else [repr(after)]
     terms = ["copy.deepcopy(network)", *given, "example=example", *([f"head={head!r}"] if head != "auto" else [])]
