@@ -144,8 +144,11 @@ def run_run(options: argparse.Namespace) -> CommandResult:
 
     manifest = Manifest.load(options.folder)
     tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
-    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "labels": False}
-    data = load_data(options.data, manifest.input_spec, split="test", **reading)
+    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "split": "test"}
+    try:
+        data = load_data(options.data, manifest.input_spec, **reading)
+    except BadInput:  # labels of other classes, as folders of any names are: answers alone
+        data = load_data(options.data, manifest.input_spec, labels=False, **reading)
     policy = load_policy(options.policy or Path(options.folder) / POLICY_FILE)
     predictor = Predictor.load(
         options.folder,
