@@ -118,6 +118,11 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit policy.json labelled.npz -o new": "policy.json is a policy, not a file of costs: give the JSON that `alight",
     "fit transformers:fitted train.npz test.npz -o new": "'fitted' is not a network of transformers (Unrecognized",
     "fit transformers:nothing train.npz test.npz -o new": "the folder 'nothing' has no config.json: give one that",
+    "fit config_alone train.npz test.npz -o new": (
+        "config_alone holds a network of transformers: write transformers:config_alone to `alight fit` or `attach`"
+    ),
+    "fit build.py:three train.npz test.npz -o new": "build.py:three returns 3: name what returns a torch.nn.Module",
+    "record model semicolons.csv": "cannot read semicolons.csv: its cells are separated by ';'; save it with commas",
     "fit transformers:config_alone train.npz test.npz -o new": (
         "the folder 'config_alone' has a config.json and no weights: save a trained network there, network.save_pre"
     ),
@@ -159,6 +164,12 @@ INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",
     "fit model test.npz --speedup fast": "argument --speedup: 'fast': give a factor, as 2 or 2x",
     "fit model test.npz --max-accuracy-loss little": "argument --max-accuracy-loss: 'little': give a share, as 0.01 or",
+    "fitt model test.npz": "there is no command 'fitt': did you mean fit? (see alight --help)",
+    "predict model policy.json test.npz -o a.xlsx": (
+        "argument -o/--output: 'a.xlsx': answers are CSV or Parquet, so give .csv or .parquet (see alight predict"
+    ),
+    "run exported test.npz -o a.txt": "argument -o/--output: 'a.txt': answers are CSV or Parquet, so give .csv or",
+    "serve model policy.json --port 99999": "argument --port: '99999': give a whole number, 0 to 65535 (see alight",
     "fit model": "the following arguments are required: DATA (see alight fit --help)",
 }
 
@@ -181,6 +192,8 @@ def place(example_files, tmp_path_factory):
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
     (folder / "cnn.py").write_text(OWN_CNN)
+    (folder / "build.py").write_text("def three():\n    return 3\n")
+    (folder / "semicolons.csv").write_text("text;label\ngood;1\nbad;0\n")
     (folder / "nothing").mkdir()
     transformers.BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2).save_pretrained(
         folder / "config_alone"

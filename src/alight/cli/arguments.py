@@ -72,6 +72,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Return the number of a TCP port; 0 stands for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 to 65535")
+    return int(text)
+
+
 def share(text: str) -> float:
     """Return a share from text such as 0.01 or 1%.
 

@@ -23,6 +23,7 @@ from alight.data.tokens import library
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
 
+OTHER_SEPARATORS = (";", "\t", "|")  # of tables that other programs call CSV
 LINE = 'write {"text": ..., "label": ...} on every line'
 
 
@@ -176,6 +177,8 @@ def csv_columns(path: Path, spec: InputSpec) -> Columns:
         raise BadFile(path, f"it is not UTF-8 ({error})", "save it in this encoding") from error
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
     header, cells = next(rows, []), list[list[str]]()
+    if other := next((mark for mark in OTHER_SEPARATORS if len(header) == 1 and mark in header[0]), None):
+        raise BadFile(path, f"its cells are separated by {other!r}", "save it with commas")
     if len({*header}) < len(header) or not all(header):
         raise BadFile(path, f"its first line is {','.join(header)!r}", "let it name every column, each by another name")
     for row in rows:

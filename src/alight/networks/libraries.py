@@ -163,7 +163,8 @@ def from_transformers(
             except ValueError as error:
                 reason = str(error).partition("\n")[0]
                 what = f"{str(source)!r} is not a network of transformers ({reason})"
-                raise BadInput(f"{what}: give one's folder") from error
+                remedy = f"write {source} alone if alight saved it, or give a folder of transformers"
+                raise BadInput(f"{what}: {remedy}") from error
             network = _with_weights(config, source)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
