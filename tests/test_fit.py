@@ -4,6 +4,7 @@ import copy
 import csv
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from commands import run
 from digits import digits
 from exported import older_exporter
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import alight
@@ -298,6 +300,20 @@ def test_ten_users_get_from_a_network_to_a_report_in_three_lines(user, capsys):
     if "predictor" in space:
         assert space["predictor"].policy.certificate is not None
         assert "full network" in space["predictor"].summary
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_runs(capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (line,) = re.findall(r"^`alight (fit .*)`\.$", readme, re.MULTILINE)
+    for folder, (images, labels) in zip(("train", "validation"), (data.tensors for data in digits()), strict=True):
+        write_pictures(folder, images[:200], labels[:200])
+    save_file(timm.create_model("resnet18", num_classes=10).state_dict(), "yours.safetensors")
+    status, out, err = run(f"{line} --image-size 32 --epochs 1", capsys)
+    assert status == 0, err
+    assert {"accuracy", "cost", "speed-up", "Guaranteed"} <= {row.split(" ")[0] for row in out.splitlines()}
+    assert "full network" in Path("report.html").read_text()
+    assert Predictor.load("fitted").policy.certificate is not None
 
 
 # Laws
