@@ -331,8 +331,8 @@ def check_unused(path: str, force: bool, marker: str = "") -> None:
 
 def _described(place: Path) -> str:
     """Return what a file is, or the folder that it lies in, in a few words."""
-    if place.name == MANIFEST:
-        return "an exported network"
+    if place.name in (MANIFEST, POLICY_FILE):
+        return "an exported network" if place.name == MANIFEST else "a fitted network, its policy and tables"
     try:
         if place.name == WEIGHTS:
             return described_network(place.parent)
