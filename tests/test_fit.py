@@ -4,6 +4,7 @@ import copy
 import csv
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from commands import run
 from digits import digits
 from exported import older_exporter
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import alight
@@ -300,6 +302,20 @@ def test_ten_users_get_from_a_network_to_a_report_in_three_lines(user, capsys):
         assert "full network" in space["predictor"].summary
 
 
+@pytest.mark.slow
+def test_the_command_of_the_readme_runs(capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (line,) = re.findall(r"^`alight (fit .*)`\.$", readme, re.MULTILINE)
+    for folder, (images, labels) in zip(("train", "validation"), (data.tensors for data in digits()), strict=True):
+        write_pictures(folder, images[:200], labels[:200])
+    save_file(timm.create_model("resnet18", num_classes=10).state_dict(), "yours.safetensors")
+    status, out, err = run(f"{line} --image-size 32 --epochs 1", capsys)
+    assert status == 0, err
+    assert {"accuracy", "cost", "speed-up", "Guaranteed"} <= {row.split(" ")[0] for row in out.splitlines()}
+    assert "full network" in Path("report.html").read_text()
+    assert Predictor.load("fitted").policy.certificate is not None
+
+
 # Laws
 
 
@@ -311,6 +327,23 @@ def test_the_network_of_the_user_is_not_changed(fitted, trained):
     with torch.no_grad():
         assert torch.equal(model.eval()(images)[-1], trained(images))  # heads alone were trained
     assert not trained.training
+
+
+def test_a_fitted_predictor_instead_of_its_network_is_answered_with_where_that_is(fitted):
+    train, validation = (data.tensors for data in digits())
+    with pytest.raises(BadInput, match=r"a FittedPredictor is not a network, but holds one: give predictor\.network"):
+        alight.fit(fitted, train, validation, progress=False)
+
+
+def test_costs_are_those_of_the_validation_samples_where_these_have_another_size(trained, capsys):
+    images, labels = digits()[1].tensors
+    larger = (nn.functional.interpolate(images[:240], scale_factor=2), labels[:240])
+    train = tuple(part[:64] for part in digits()[0].tensors)
+    predictor = alight.fit(trained, train, larger, budget="70%", training=TrainingSettings(epochs=1))
+    expected = alight.measure_costs(predictor.network, torch.zeros(2, 1, 16, 16)).full
+    assert predictor.fitted.costs.full == expected > 3 * alight.measure_costs(predictor.network).full
+    assert "fit: costs are measured at the size of the validation samples, not at 1 x 8 x 8" in capsys.readouterr().err
+    assert "example = torch.zeros(2, 1, 16, 16)\ncosts = alight.measure_costs(model, example)" in predictor.calls
 
 
 def test_the_budget_is_kept_on_samples_that_were_not_used_and_the_answers_are_those_of_replay(fitted):

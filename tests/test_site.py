@@ -106,7 +106,7 @@ def test_styles_fetch_nothing_from_other_hosts(site):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
-PAGES = ("index.html", "tutorial/images.html", "method.html", "reference/commands.html")
+PAGES = ("index.html", "how-to/fit.html", "tutorial/images.html", "method.html", "reference/commands.html")
 
 
 @pytest.mark.skipif(chromium.found() is None, reason="no Chromium: install one, or let CHROMIUM name it")
@@ -129,6 +129,9 @@ def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
                     if page == "index.html":
                         top = "document.querySelector('article img').getBoundingClientRect().top"
                         assert 0 < tab.ask(top) < height, width  # its figure is on the first screen
+                    if page == "how-to/fit.html":
+                        box = "document.querySelector('article table').closest('.md-typeset__scrollwrap')"
+                        assert tab.ask(f"{box}.scrollWidth - {box}.clientWidth") <= 0, width  # none of it is cut off
                     assert tab.ask("document.documentElement.scrollWidth") <= width, page
                     assert tab.ask("document.body.dataset.mdColorScheme") == theme, page
             assert tab.console == []

@@ -43,12 +43,13 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert [stage["exit"] for stage in manifest["stages"]] == [0, 2]
     status, out, err = run("run exported test.npz -o answers.csv", capsys)
     assert status == 0
-    assert out.startswith("24 samples, answers: answers.csv\nspent ")
+    assert out.startswith("24 samples, answers: answers.csv\naccuracy ")
+    assert out.splitlines()[2].startswith("spent ")
     assert "\nlayer1 " in out
 
     assert run("predict model policy.json test.npz -o torch.csv -q", capsys)[0] == 0
     theirs, ours = (rows(work / name) for name in ("torch.csv", "answers.csv"))
-    for column in ("sample", "prediction", "exit", "cost_ms"):
+    for column in ("sample", "prediction", "exit", "cost_ms", "label"):
         assert [row[column] for row in theirs] == [row[column] for row in ours]
 
     pixels = np.load("test.npz")["images"].transpose(0, 2, 3, 1)
@@ -59,6 +60,10 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     again = rows(work / "pictures.csv")
     assert [row["prediction"] for row in again] == [row["prediction"] for row in ours]
     assert again[3]["sample"].endswith("pictures/03.png")
+    (work / "months" / "january").mkdir(parents=True)  # a folder that is not a class
+    Image.fromarray(pixels[0]).save("months/january/00.png")
+    assert run("run exported months -o months.csv -q", capsys)[0] == 0
+    assert "label" not in rows(work / "months.csv")[0]
 
 
 def test_a_quantised_network_goes_to_triton_too(work, monkeypatch, capsys):

@@ -5,9 +5,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import timm
 import torch
+import transformers
 from commands import run
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -116,6 +118,14 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit policy.json labelled.npz -o new": "policy.json is a policy, not a file of costs: give the JSON that `alight",
     "fit transformers:fitted train.npz test.npz -o new": "'fitted' is not a network of transformers (Unrecognized",
     "fit transformers:nothing train.npz test.npz -o new": "the folder 'nothing' has no config.json: give one that",
+    "fit config_alone train.npz test.npz -o new": (
+        "config_alone holds a network of transformers: write transformers:config_alone to `alight fit` or `attach`"
+    ),
+    "fit build.py:three train.npz test.npz -o new": "build.py:three returns 3: name what returns a torch.nn.Module",
+    "record model semicolons.csv": "cannot read semicolons.csv: its cells are separated by ';'; save it with commas",
+    "fit transformers:config_alone train.npz test.npz -o new": (
+        "the folder 'config_alone' has a config.json and no weights: save a trained network there, network.save_pre"
+    ),
     "fit model nothing test.npz -o new": "nothing has no images (.png .jpg",
     "fit model trian.npz test.npz -o new": "trian.npz: there is no such file or folder; did you mean train.npz?",
     "fit model test.npz -o fitted": "fitted holds a network of 10 classes with exits after",
@@ -154,6 +164,12 @@ INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",
     "fit model test.npz --speedup fast": "argument --speedup: 'fast': give a factor, as 2 or 2x",
     "fit model test.npz --max-accuracy-loss little": "argument --max-accuracy-loss: 'little': give a share, as 0.01 or",
+    "fitt model test.npz": "there is no command 'fitt': did you mean fit? (see alight --help)",
+    "predict model policy.json test.npz -o a.xlsx": (
+        "argument -o/--output: 'a.xlsx': answers are CSV or Parquet, so give .csv or .parquet (see alight predict"
+    ),
+    "run exported test.npz -o a.txt": "argument -o/--output: 'a.txt': answers are CSV or Parquet, so give .csv or",
+    "serve model policy.json --port 99999": "argument --port: '99999': give a whole number, 0 to 65535 (see alight",
     "fit model": "the following arguments are required: DATA (see alight fit --help)",
 }
 
@@ -176,7 +192,12 @@ def place(example_files, tmp_path_factory):
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
     (folder / "cnn.py").write_text(OWN_CNN)
+    (folder / "build.py").write_text("def three():\n    return 3\n")
+    (folder / "semicolons.csv").write_text("text;label\ngood;1\nbad;0\n")
     (folder / "nothing").mkdir()
+    transformers.BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2).save_pretrained(
+        folder / "config_alone"
+    )
     torch.save(nn.Linear(2, 2), folder / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pt")
     return folder
@@ -325,6 +346,43 @@ CALLS = {  # a call: what is raised
     "data before the network": (
         lambda: fit((IMAGES, LABELS), network(), OTHERS),
         "the arguments are in another order: write fit(network, train, validation)",
+    ),
+    "more than inputs and labels": (
+        lambda: fit(network(), (IMAGES, LABELS, LABELS), OTHERS, budget="95%"),
+        "a tuple of 2 inputs beside labels, and the network takes one, input_0 of shape (samples, 3, 8, 8), float32:"
+        " give (inputs, labels)",
+    ),
+    "training data without labels": (
+        lambda: fit(network(), IMAGES, OTHERS, training=alight.TrainingSettings(epochs=1), budget="95%"),
+        "the training data have no labels: give (inputs, labels), or a dict with 'labels'",
+    ),
+    "half precision": (
+        lambda: fit(network(), (IMAGES.astype("float16"), LABELS), OTHERS),
+        "the data are float16, and the network takes float32: give x.astype('float32'), or x.float()",
+    ),
+    "validation in half precision": (
+        lambda: fit(network(), (IMAGES, LABELS), (torch.ones(12, 3, 8, 8).bfloat16(), LABELS)),
+        "the data are bfloat16, and the network takes float32: give x.astype('float32'), or x.float()",
+    ),
+    "images as columns of a table": (
+        lambda: fit(network(), (pandas.DataFrame(IMAGES.reshape(12, -1)), LABELS), OTHERS),
+        "the network fails on two samples of the data, shape (2, 192), with RuntimeError: Expected 3D",
+    ),
+    "a network that fails on its data": (
+        lambda: fit(nn.Sequential(network(), nn.Linear(7, 3)), (IMAGES, LABELS), OTHERS),
+        "the network fails on two samples of the data, shape (2, 3, 8, 8), with RuntimeError: ",
+    ),
+    "a network of segmentation": (
+        lambda: fit(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 1)), (IMAGES, LABELS), OTHERS),
+        "the network gives a tensor of shape (2, 3, 6, 6), not (samples, classes): exits decide about one class per",
+    ),
+    "inside of no_grad": (
+        lambda: torch.no_grad()(fit)(network(), (IMAGES, LABELS), OTHERS),
+        "fit is called inside torch.no_grad(), where nothing can be trained: call it outside of it",
+    ),
+    "inside of inference_mode": (
+        lambda: torch.inference_mode()(fit)(network(), (IMAGES, LABELS), OTHERS),
+        "fit is called inside torch.inference_mode(), where nothing can be trained: call it outside of it",
     ),
     "a class": (lambda: fit(nn.Linear, (IMAGES, LABELS), OTHERS), "the class Linear is not a network: give a torch"),
     "weights": (lambda: fit("net.pt", (IMAGES, LABELS), OTHERS), "net.pt holds weights alone: load them into the"),

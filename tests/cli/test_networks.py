@@ -237,7 +237,13 @@ def test_what_is_there_is_replaced_only_by_force(network, chain, folder, capsys)
     assert load_model("trained").num_classes == 10  # trained after it was attached anew
     assert HeadOutputs.load("labelled.npz").fingerprint == fingerprint(load_model("fresh"))
     assert run(f"train fresh {network}/test.npz --epochs 1 --quiet", capsys)[0] == 1  # by default into `trained`
-    assert run(f"train fresh {network}/test.npz --epochs 1 --quiet -o fresh", capsys)[0] == 0  # where that is asked for
+    in_place = f"train fresh {network}/test.npz --epochs 1 --quiet -o fresh"
+    assert run(in_place, capsys)[0] == 0  # where that is asked for
+    shutil.copy(chain / "policy.json", "fresh/policy.json")  # as `fit` leaves it
+    status, _, err = run(in_place, capsys)
+    assert (status, Path("fresh/policy.json").is_file()) == (1, True)
+    assert err.startswith("alight: fresh holds a fitted network, its policy and tables: give another place with -o")
+    assert run(f"{in_place} --force", capsys)[0] == 0
 
 
 def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):

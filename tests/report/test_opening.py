@@ -138,10 +138,13 @@ def test_numbers_stay_in_their_columns_at_every_width(fresh: Tab, tmp_path: Path
         range.selectNodeContents(item.querySelector('.number'));
         return range.getBoundingClientRect().right > item.getBoundingClientRect().right + 1;
     }).length"""
-    for width in (1440, 1024, 900, 768, 700, 375):
-        fresh.resize(width, 900)
-        opened(fresh, tmp_path, made_network())
-        assert fresh.ask(wide) == 0, width
+    timed = {"unit": "ms", "full_cost": 2.0, "budget": 2.0, "mean_cost": 2.0}  # all of it: the widest number
+    points = [replace(each, **timed) for each in made_points()]
+    for network in (made_network(), ReportedNetwork(points, exits=EXITS, chosen=chosen_point(**timed))):
+        for width in (1440, 1024, 900, 768, 700, 375):
+            fresh.resize(width, 900)
+            opened(fresh, tmp_path, network)
+            assert fresh.ask(wide) == 0, width
 
 
 def test_methods_are_compared_where_there_are_several(fresh: Tab, tmp_path: Path) -> None:
@@ -326,8 +329,17 @@ def test_a_chosen_policy_of_a_method_that_was_not_swept_is_shown(fresh: Tab, tmp
 
 
 def test_a_policy_without_a_budget_is_at_what_it_spends(fresh: Tab, tmp_path: Path) -> None:
-    opened(fresh, tmp_path, made_network(chosen=chosen_point(budget=0.48 * FULL)))
+    chosen = chosen_point(budget=0.48 * FULL, guarantee="")
+    opened(fresh, tmp_path, made_network(chosen=chosen, guarantees=()))
+    assert fresh.texts("#numbers .label")[2] == "Average cost"
     assert fresh.texts("#numbers .meaning")[2] == "576 MFLOPs spent per sample on test data"
+    assert fresh.text("#guarantees p").startswith("No guarantee about cost, since no budget was asked for")
+
+
+def test_a_policy_that_gives_every_sample_the_full_network_guarantees_just_that(fresh: Tab, tmp_path: Path) -> None:
+    chosen = chosen_point(budget=FULL, mean_cost=FULL, exit_shares=(0.0, 0.0, 1.0), guarantee="")
+    opened(fresh, tmp_path, made_network(chosen=chosen, guarantees=()))
+    assert fresh.texts("#guarantees p") == ["Every sample gets the full network, and none costs more than that."]
 
 
 def test_a_page_with_sixty_colour_images_is_small(fresh: Tab, tmp_path: Path) -> None:

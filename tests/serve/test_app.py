@@ -83,6 +83,7 @@ UNUSABLE = [
     ({"images": [in_base64(np.zeros((8, 8), np.uint8))[:-40]]}, 422, "image 0: not"),
     ({"images": [in_base64(np.zeros((300, 300), np.uint8))]}, 413, "image 0: 300 x 300 pixels"),
     ({"images": [in_base64(np.zeros((8, 8), np.uint8)), "Zm9v"]}, 422, "image 1: not a complete image"),
+    ({"inputs": [1]}, 422, "unknown field `inputs`): it may have images, arrays, texts, budget, deadline_ms"),
     ({"images": []}, 422, "no image: send at least one"),
     ({"images": ["Zm9v"] * 9}, 413, "9 images in one request, and at most 8"),
     ({"arrays": [[1, 2]]}, 422, "array 0: not an array of numbers of shape (1, 8, 8)"),
@@ -108,6 +109,12 @@ def test_the_error_names_what_cannot_be_used(client, body, status, error):
     answer = ask(client, **body)
     assert answer.status_code == status
     assert error in answer.json()["error"]
+
+
+def test_a_file_sent_to_the_path_of_json_is_answered_with_the_path_of_files(client):
+    answer = client.post("/predict", content=b"a file", headers={"Content-Type": "image/png"})
+    expected = "content of type 'image/png': send application/json (files of images go to /predict/files)"
+    assert (answer.status_code, answer.json()["error"]) == (415, expected)
 
 
 def test_the_error_names_the_place_of_a_number_that_cannot_be_used(client):

@@ -640,7 +640,7 @@ BAD_BATCHES = {
         r"the labels of 7 of 8 samples are not shares .* lie in \[-0.5, 1.5\] and sum to 1",
     ),
     "shares of NaN": ([{"x": IMAGES, "labels": torch.full((8, 10), torch.nan)}], "8 of 8 samples are not shares"),
-    "no labels": ([IMAGES], "the loader gives no labels"),
+    "no labels": ([IMAGES], "the training data have no labels"),
     "an empty loader": ([], "no batch in epoch 1"),
     "an empty batch": ([(IMAGES[:0], LABELS[:0])], "the first axis is the samples, at least 1"),
     "an iterator": (iter([(IMAGES, LABELS)]), "no batch in epoch 2: an iterator is spent after one pass"),
@@ -753,5 +753,5 @@ def test_exits_with_different_numbers_of_classes_are_refused():
 
 
 def test_label_free_training_is_for_frozen_backbones():
-    with pytest.raises(BadInput, match="the loader gives no labels"):
+    with pytest.raises(BadInput, match="the training data have no labels"):
         quick(network(), [IMAGES], mode="joint", distill=1.0)

@@ -72,6 +72,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Return the number of a TCP port; 0 stands for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 to 65535")
+    return int(text)
+
+
 def share(text: str) -> float:
     """Return a share from text such as 0.01 or 1%.
 
@@ -324,8 +331,8 @@ def check_unused(path: str, force: bool, marker: str = "") -> None:
 
 def _described(place: Path) -> str:
     """Return what a file is, or the folder that it lies in, in a few words."""
-    if place.name == MANIFEST:
-        return "an exported network"
+    if place.name in (MANIFEST, POLICY_FILE):
+        return "an exported network" if place.name == MANIFEST else "a fitted network, its policy and tables"
     try:
         if place.name == WEIGHTS:
             return described_network(place.parent)

@@ -26,6 +26,7 @@ from alight.cli.arguments import (
     output,
     output_option,
     policy_of,
+    port,
     run_settings,
     runtime_settings,
     salted_by,
@@ -35,7 +36,7 @@ from alight.cli.arguments import (
 )
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
-from alight.cli.running import decisions_result
+from alight.cli.running import answers_file, decisions_result
 from alight.display import layer_label
 from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
 from alight.engine.settings import RunSettings
@@ -144,8 +145,11 @@ def run_run(options: argparse.Namespace) -> CommandResult:
 
     manifest = Manifest.load(options.folder)
     tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
-    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "labels": False}
-    data = load_data(options.data, manifest.input_spec, split="test", **reading)
+    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "split": "test"}
+    try:
+        data = load_data(options.data, manifest.input_spec, **reading)
+    except BadInput:  # labels of other classes, as folders of any names are: answers alone
+        data = load_data(options.data, manifest.input_spec, labels=False, **reading)
     policy = load_policy(options.policy or Path(options.folder) / POLICY_FILE)
     predictor = Predictor.load(
         options.folder,
@@ -333,7 +337,7 @@ COMMANDS = (
             argument("--max-tokens", type=count, default=128, help="of a text (default: 128)"),
             *RUNTIME,
             ALLOW_MISMATCH,
-            output_option("answers.csv", ".csv or .parquet"),
+            output_option("answers.csv", ".csv or .parquet", answers_file),
         ),
         ("run exported test.npz -o answers.csv", "run exported test.npz --threads 1 --json --quiet"),
     ),
@@ -349,7 +353,7 @@ COMMANDS = (
             ),
             argument("--models", metavar="FILE", help=MODELS),
             argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone"),
-            argument("--port", type=int, default=8000, help="default: 8000; 0 for any free one"),
+            argument("--port", type=port, default=8000, help="default: 8000; 0 for any free one"),
             argument("--batch-size", type=count, default=32, help="samples that run together (default: 32)"),
             argument("--max-wait", metavar="MS", type=float, default=2.0, help=WAIT),
             argument("--queue", type=count, default=512, help="samples admitted and not answered (default: 512)"),

@@ -34,7 +34,7 @@ from alight.cli.kinds import check_order
 from alight.data.preprocess import Normalisation
 from alight.display import layer_label
 from alight.errors import BadInput
-from alight.files import CASCADE, WEIGHTS
+from alight.files import CASCADE, POLICY, WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
@@ -106,8 +106,8 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     check_order(options, {"model": "network", "data": "data"})
     check_data(options.data, options.validation, options.tokenizer)
     source, folder = Path(options.model), Path(options.output)
-    if source.resolve() != folder.resolve():
-        check_unused(options.output, options.force, WEIGHTS)
+    in_place = source.resolve() == folder.resolve()
+    check_unused(options.output, options.force, POLICY if in_place else WEIGHTS)  # a policy of `fit` would be lost
     from alight.data.batches import load_data
     from alight.networks.store import load_model, save_model
     from alight.training.training import train_heads

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from typing import Any, NoReturn
 
 from alight import __version__
@@ -81,7 +82,9 @@ class _Overview(Parser):
     def error(self, message: str) -> NoReturn:
         if "required: COMMAND" in message:  # an empty command line
             self.exit(ExitStatus.INVALID_ARGUMENTS, self.format_help())
-        super().error(message)
+        name = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose", message)
+        near = difflib.get_close_matches(name[1], COMMANDS, n=1) if name else []
+        super().error(f"there is no command {name[1]!r}: did you mean {near[0]}?" if name and near else message)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -146,7 +146,7 @@ def _tested(table: HeadOutputs) -> str:
 def decisions_result(decisions: Decisions, path: str, policy: Policy, note: str = "") -> CommandResult:
     """Return the result of a command that wrote these decisions; a note stands beside the accuracy."""
     accuracy = None if decisions.labels is None else decisions.accuracy()
-    lines = [f"{len(decisions):,} samples, answers: {path}"]
+    lines = [f"{len(decisions):,} sample{'s' * (len(decisions) != 1)}, answers: {path}"]
     if accuracy is not None:
         lines.append(f"accuracy {accuracy_text(accuracy)}" + (f" ({note})" if note else ""))
     lines += [spent_of(decisions, policy), *aligned(decisions.columns())]
@@ -348,10 +348,22 @@ def _output_or_folder(text: str) -> str:
     return text if "://" in text or Path(text).is_dir() else output(text)
 
 
+def _answers_or_folder(text: str) -> str:
+    """Return the path of a table of answers, of a folder that exists, or a URI."""
+    return text if "://" in text or Path(text).is_dir() else answers_file(text)
+
+
 def _check_output_file(options: argparse.Namespace) -> None:
     """Check that the output is a file, which all engines but Ray write."""
     if "://" in options.output or Path(options.output).is_dir():
         raise BadInput(f"{options.output} is a folder or a URI: give a file, or --engine ray")
+
+
+def answers_file(text: str) -> str:
+    """Return the path of a table of answers that can be written to: CSV, or Parquet."""
+    if Path(text).suffix not in ("", ".csv", ".parquet"):
+        raise argparse.ArgumentTypeError(f"{text!r}: answers are CSV or Parquet, so give .csv or .parquet")
+    return output(text)
 
 
 WHERE = "this process, or Ray: data and output are then paths or URIs, and the output a folder of partitions"
@@ -401,7 +413,7 @@ COMMANDS = (
             *RUN_OR_TUNE,
             ALLOW_MISMATCH,
             *ENGINE,
-            output_option("answers.csv", ".csv or .parquet; with --engine ray a folder", _output_or_folder),
+            output_option("answers.csv", ".csv or .parquet; with --engine ray a folder", _answers_or_folder),
         ),
         (
             "predict model policy.json test.npz -o answers.csv",

@@ -1,7 +1,7 @@
 """One way in for data: whatever a user has becomes samples, or is found to come in batches already."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,7 @@ def _tuple(data: tuple[Any, ...], spec: InputSpec, labels: bool) -> Samples | No
         return _labelled_columns(data, spec, labels)
     ends = _ends_in_labels(data, spec)
     columns = [column_of(each) for each in (data[:-1] if ends else data)]
+    _check_number(columns, spec, ends)
     _check_arrays(Samples(columns), spec)
     return Samples(columns, whole_labels(data[-1], spec) if ends and labels else None)
 
@@ -184,6 +185,16 @@ def _is_named_sample(value: Mapping[str, Any], spec: InputSpec) -> bool:
 def _holds_one_sample(depths: list[int], own: list[int]) -> bool:
     """Return whether values of so many axes are a sample of a network of one input: numbers beside it, or it alone."""
     return [max(depths)] == own and (min(depths) == 0 or len(depths) == 1)
+
+
+def _check_number(columns: Sequence[Any], spec: InputSpec, ends_in_labels: bool) -> None:
+    """Raise if a tuple has several inputs, and the network takes one."""
+    if len(spec.tensors) == 1 < len(columns):
+        beside = " beside labels" if ends_in_labels else ""
+        raise BadInput(
+            f"a tuple of {len(columns)} inputs{beside}, and the network takes one, {spec.tensors[0]}: give (inputs,"
+            " labels)"
+        )
 
 
 def _check_arrays(samples: Samples, spec: InputSpec) -> None:

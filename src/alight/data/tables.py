@@ -23,6 +23,7 @@ from alight.data.tokens import library
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
 
+OTHER_SEPARATORS = (";", "\t", "|")  # of tables that other programs call CSV
 LINE = 'write {"text": ..., "label": ...} on every line'
 
 
@@ -176,8 +177,7 @@ def csv_columns(path: Path, spec: InputSpec) -> Columns:
         raise BadFile(path, f"it is not UTF-8 ({error})", "save it in this encoding") from error
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
     header, cells = next(rows, []), list[list[str]]()
-    if len({*header}) < len(header) or not all(header):
-        raise BadFile(path, f"its first line is {','.join(header)!r}", "let it name every column, each by another name")
+    _check_header(header, path)
     for row in rows:
         if row and len(row) != len(header):
             problem = f"line {rows.line_num} has {len(row)} cells, and the first line names {len(header)} columns"
@@ -189,6 +189,14 @@ def csv_columns(path: Path, spec: InputSpec) -> Columns:
     label = first_of(header, LABEL_NAMES)
     named = [label] if label is not None and {*columns[label]} <= {*spec.classes} else []
     return {name: each if name in (*TEXT_NAMES, *named) else _parsed(each) for name, each in columns.items()}
+
+
+def _check_header(header: Sequence[str], path: Path) -> None:
+    """Raise if columns are not separated by commas, or not all have a name of their own."""
+    if len(header) == 1 and (others := [mark for mark in OTHER_SEPARATORS if mark in header[0]]):
+        raise BadFile(path, f"its cells are separated by {others[0]!r}", "save it with commas")
+    if len({*header}) < len(header) or not all(header):
+        raise BadFile(path, f"its first line is {','.join(header)!r}", "let it name every column, each by another name")
 
 
 def _parsed(cells: list[str]) -> Any:

@@ -14,7 +14,7 @@ from alight.errors import BadInput
 from alight.files import CONFIG, read_json
 from alight.fitting.calls import Steps, data_literal, example_literal
 from alight.fitting.checks import check_places
-from alight.fitting.inputs import check_example, classes_in, example_for
+from alight.fitting.inputs import check_example, check_logits, classes_in, example_for
 
 if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel
@@ -51,6 +51,7 @@ def with_heads(
     names, count = classes_in(data)
     model = _built(named, count, steps) if named else network
     _check_module(model)
+    _check_gradients()
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named) or model.is_untrained("heads")
     if not isinstance(model, MultiExitModel):
         model, example = _attached(model, data, preprocess, steps, after, getattr(named, "image_size", None))
@@ -83,6 +84,26 @@ def _load_weights(model: "MultiExitModel", weights: str, steps: Steps) -> None:
     steps.call(f"load_backbone(model, {weights!r})", imports=imports)
 
 
+def _check_gradients() -> None:
+    """Raise where torch keeps no gradients: heads cannot be trained there."""
+    import torch
+
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise BadInput(f"fit is called inside torch.{mode}(), where nothing can be trained: call it outside of it")
+
+
+def _not_a_network(value: Any) -> str:
+    """Return what to give instead of a value that is not a module."""
+    if hasattr(getattr(value, "network", None), "parameters"):
+        return f"a {type(value).__name__} is not a network, but holds one: give predictor.network"
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return (
+        f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
+        " such as 'timm:resnet18', or Costs with logits as validation"
+    )
+
+
 def _check_module(network: Any) -> None:
     """Raise if it is not a module, or cannot be cut: it is compiled, scripted, without weights, or not in float32."""
     import torch
@@ -94,11 +115,7 @@ def _check_module(network: Any) -> None:
             "these are weights alone: load them into the network, network.load_state_dict(weights), give that"
         )
     if not isinstance(network, torch.nn.Module):
-        kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
-        raise BadInput(
-            f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
-            " such as 'timm:resnet18', or Costs with logits as validation"
-        )
+        raise BadInput(_not_a_network(network))
     if isinstance(network, MultiExitModel):
         return
     if hasattr(network, "_orig_mod"):
@@ -272,6 +289,7 @@ def _attached(
         )
     except BadInput:
         check_example(network, example, normalisation)
+        check_logits(network, example)
         raise
     given = [] if after == "auto" else [repr(after)]
     terms = ["copy.deepcopy(network)", *given, "example=example", *([f"head={head!r}"] if head != "auto" else [])]

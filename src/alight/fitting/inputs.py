@@ -1,5 +1,6 @@
 """Data of a fit: what a module takes, from the first samples, and validation samples that are timed and shown."""
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from alight.data.preprocess import UNKNOWN, InputSpec, Normalisation, TensorSpec
 from alight.data.samples import declared_classes, is_texts, picture
 from alight.data.sources import open_data
 from alight.data.tokens import IDS, MASK
+from alight.display import listed
 from alight.errors import AlightError, BadInput
 
 CHANNELS = (1, 3)  # of pictures
@@ -77,6 +79,7 @@ def example_for(
     weight = next(network.parameters(), torch.empty(0))
 
     def placed(part: Any) -> Any:
+        check_single(part)
         cleared = torch.zeros(part.shape, dtype=torch.float32) if part.is_floating_point() else part
         return cleared.to(weight.device)
 
@@ -197,6 +200,35 @@ def check_example(network: Any, example: Any, normalisation: Normalisation | Non
         )
     if first is not None and len(shape) in (3, 4) and (len(shape) == 3 or shape[1] != first):
         check_shapes([example], InputSpec((TensorSpec("images", (None, first, None, None), "float32"),)))
+
+
+def check_single(values: Any) -> None:
+    """Raise if numbers of the data are in half precision, which weights in single precision cannot multiply."""
+    if (kind := str(values.dtype).removeprefix("torch.")) in ("float16", "bfloat16"):
+        raise BadInput(f"the data are {kind}, and the network takes float32: give x.astype('float32'), or x.float()")
+
+
+def check_logits(network: Any, example: Any) -> None:
+    """Raise if a network fails on samples of the data, or gives something else than a row of logits for each."""
+    import torch
+
+    from alight.networks.multi_exit import count_classes
+
+    given = example if isinstance(example, Mapping | tuple) else (example,)
+    copied = copy.deepcopy(network).eval()
+    try:
+        with torch.no_grad():
+            logits = copied(**given) if isinstance(given, Mapping) else copied(*given)
+    except Exception as error:
+        parts = [*given.values()] if isinstance(given, Mapping) else given
+        shapes = listed(f"{tuple(each.shape)}" for each in parts)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise BadInput(
+            f"the network fails on two samples of the data, shape {shapes}, with {reason}: give samples as the network"
+            " takes them"
+        ) from error
+    if isinstance(logits, torch.Tensor):
+        count_classes(logits)
 
 
 def _channels_first(shape: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from alight.engine.backends.members import LogitsBackend
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
-from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
+from alight.fitting.calls import Steps, costs_literal, data_literal, example_literal, settings_literal
 from alight.fitting.checks import (
     check_given,
     check_places,
@@ -32,7 +32,7 @@ from alight.fitting.checks import (
 )
 from alight.fitting.fitted import Fit, FittedPredictor
 from alight.fitting.heads import SEED, WithHeads, default_training, with_heads
-from alight.fitting.inputs import KeptSamples
+from alight.fitting.inputs import KeptSamples, check_single
 from alight.outputs import HeadOutputs
 from alight.policies.policy import ExitAt, Policy
 from alight.policies.route import replay
@@ -244,6 +244,7 @@ class _Fitting:
 
         first = as_tensor(inputs[0])
         if first.is_floating_point():
+            check_single(first)
             if not first.isfinite().all():
                 raise BadInput(
                     "the first validation samples hold NaN or infinite numbers: replace them, or leave them out"
@@ -251,11 +252,22 @@ class _Fitting:
             shape = " x ".join(map(str, first.shape[1:]))
             low, high = number(float(first.min())), number(float(first.max()))
             self.steps.say(f"the network gets samples of {shape} numbers, from {low} to {high}")
+            self._measure_at(first)
         training = self.model.training
         with torch.inference_mode():
             logits = self.model.eval()(tuple(as_tensor(each).to(self.made.device) for each in inputs))[-1]
         self.model.train(training)
         warn_of_probabilities(logits)
+
+    def _measure_at(self, first: Any) -> None:
+        """Let costs be those of the validation samples, where they have another size than the training samples."""
+        import torch
+
+        if isinstance(self.example, torch.Tensor) and self.example.shape[1:] != first.shape[1:]:
+            own = " x ".join(map(str, self.example.shape[1:]))
+            self.steps.say(f"costs are measured at the size of the validation samples, not at {own}")
+            self.example = self.example.new_zeros(2, *first.shape[1:])
+            self.steps.call(f"example = {example_literal(self.example)}", imports=["import torch"])
 
     def train(self, data: Any, training: "TrainingSettings | None") -> None:
         """Train the heads, or what the settings say."""

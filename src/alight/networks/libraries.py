@@ -163,8 +163,9 @@ def from_transformers(
             except ValueError as error:
                 reason = str(error).partition("\n")[0]
                 what = f"{str(source)!r} is not a network of transformers ({reason})"
-                raise BadInput(f"{what}: give one's folder") from error
-            network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
+                remedy = f"write {source} alone if alight saved it, or give a folder of transformers"
+                raise BadInput(f"{what}: {remedy}") from error
+            network = _with_weights(config, source)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
         config = source
@@ -389,6 +390,21 @@ def _check_folder(source: Any) -> None:
         raise BadInput(f"there is no folder {str(source)!r}: check the path, or give a name of the hub, as owner/name")
     if place.is_dir() and not (place / "config.json").is_file():
         raise BadInput(f"the folder {str(source)!r} has no config.json: give one that transformers saved a network to")
+
+
+def _with_weights(config: Any, source: Any) -> Any:
+    """Return the network of a config with the weights beside it."""
+    try:
+        return _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
+    except OSError as error:
+        if not Path(source).is_dir():
+            raise  # of a download
+        raise BadInput(
+            f"the folder {str(source)!r} has a config.json and no weights: save a trained network there,"
+            " network.save_pretrained(folder); to train one from the start, build it in Python,"
+            " AutoModelForSequenceClassification.from_config(config), and give that to fit with"
+            " training=TrainingSettings(mode='joint')"
+        ) from error
 
 
 def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False, **arguments: Any) -> Any:

@@ -88,7 +88,7 @@ def build_own(network: str, arguments: Mapping[str, Any], num_classes: int | Non
     except Exception as error:
         raise BadInput(f"{network} fails with {type(error).__name__}: {error}; {_given(given)}") from error
     if not isinstance(result, nn.Module):
-        raise BadInput(f"{network} returns a {type(result).__name__}: name what returns a torch.nn.Module")
+        raise BadInput(f"{network} returns {result!r:.40}: name what returns a torch.nn.Module")
     return result
 
 

@@ -53,7 +53,9 @@ def decode_json(content: bytes | bytearray | memoryview, kind: Any) -> Any:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefused(422, f"not the JSON that is expected ({one_line(error)})") from error
+        fields = ", ".join(getattr(kind, "__struct_fields__", ()))
+        expected = f": it may have {fields}" if fields else ""
+        raise RequestRefused(422, f"not the JSON that is expected ({one_line(error)}){expected}") from error
 
 
 def open_request(

@@ -219,7 +219,8 @@ def check_content_type(request: Request, content_type: str) -> None:
     """Check that a request's header names this type of content."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != content_type:
-        raise RequestRefused(415, f"content of type {given[:100]!r}: send {content_type}")
+        files = " (files of images go to /predict/files)" if request.url.path == "/predict" else ""
+        raise RequestRefused(415, f"content of type {given[:100]!r}: send {content_type}{files}")
 
 
 async def check_query(request: Request) -> None:

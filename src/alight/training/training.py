@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
+from alight.display import layer_label
 from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
 from alight.networks.multi_exit import MultiExitModel, check_has_exits, count_classes, digest
@@ -233,7 +234,7 @@ class _Training:
         for batch in batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}"):
             if batch.labels is None and (self.settings.mode != "frozen" or self.settings.distill == 0):
                 raise BadInput(
-                    "the loader gives no labels: let a batch be (inputs, labels), or a dict with 'labels' (shares of"
+                    "the training data have no labels: give (inputs, labels), or a dict with 'labels' (shares of"
                     " classes need one where a network was built without an example), or distil from the last exit of"
                     " a frozen backbone (mode='frozen', distill=1.0)"
                 )
@@ -264,7 +265,7 @@ class _Training:
             index, path = [*unchecked[step]][column], self.checkpoint
             saved = path is not None and Path(path).exists()
             raise Diverged(
-                f"training diverged: the loss of {self.model.exits[index]} is"
+                f"training diverged: the loss of {layer_label(self.model.exits[index])} is"
                 f" {float(losses[row][column])} at step {step + 1} of epoch {epoch + 1}: lower the learning rate, set"
                 " clip=1.0, or look for NaN in the inputs or weights"
                 + (f"; the checkpoint {path} holds the last good epoch" if saved else "")

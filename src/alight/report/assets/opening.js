@@ -57,18 +57,23 @@ function lostNumber(point, full) {
   };
 }
 
+/** Whether a policy was chosen without a budget: it stands at what it spends. */
+function isFree(point) {
+  return Math.abs(point.spent - point.allowed) < 1e-9;
+}
+
 function budgetNumber(point) {
   const over = point.spent - point.allowed;
   const exceeded = over > 5e-4; // as shown, to a tenth of a point
-  const free = Math.abs(over) < 1e-9;
   const verdict = exceeded ? `exceeded by ${points(over)} points` : "kept";
+  const timed = state.network.unit === "ms" ? ", by timed stages" : "";
   return {
-    label: exceeded ? "Budget exceeded" : "Budget kept",
+    label: isFree(point) ? "Average cost" : exceeded ? "Budget exceeded" : "Budget kept",
     number: exact(point.spent),
-    unit: state.network.unit === "ms" ? "of full cost, by timed stages" : "of full cost",
-    meaning: free
-      ? `${cost(point.mean_cost, state.network)} spent per sample on test data`
-      : `spent on test data, ${percent(point.allowed)} allowed: ${verdict}`,
+    unit: "of full cost",
+    meaning: isFree(point)
+      ? `${cost(point.mean_cost, state.network)} spent per sample on test data${timed}`
+      : `spent on test data, ${percent(point.allowed)} allowed: ${verdict}${timed}`,
     warns: exceeded,
   };
 }
@@ -294,14 +299,22 @@ function folded(guarantee) {
   return details;
 }
 
+/** What is known of the cost of new samples where no guarantee is recorded. */
+function noGuarantee(point) {
+  if (point?.exit_shares.at(-1) === 1) return "Every sample gets the full network, and none costs more than that.";
+  if (point && isFree(point))
+    return "No guarantee about cost, since no budget was asked for: new samples may spend more than test data did.";
+  return (
+    "No guarantee is recorded for this policy: new samples may spend more than the budget. " +
+    'Calibrate with a contract to get one, such as contract="probability".'
+  );
+}
+
 function drawGuarantees() {
   const {network} = state;
   const point = nearest(network, state.method, state.allowed);
   const chosen = point && point === network.chosen ? network.guarantees : [];
   const own = point?.guarantee && !chosen.some((each) => each.includes(point.guarantee)) ? [point.guarantee] : [];
   const all = [...own, ...chosen, ...guarantees];
-  const none =
-    "No guarantee is recorded for this policy: new samples may spend more than the budget. " +
-    'Calibrate with a contract to get one, such as contract="probability".';
-  find("guarantees").replaceChildren(...(all.length ? all : [none]).map(folded));
+  find("guarantees").replaceChildren(...(all.length ? all : [noGuarantee(point)]).map(folded));
 }
