@@ -5,6 +5,7 @@ Cost units are taken from the cap of a tenant before its samples are decided.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -58,7 +59,7 @@ class Tokens:
     """Tokens by their SHA-256, so that looking one up takes the same time for all, and what tenants may spend."""
 
     callers: Mapping[bytes, Caller] = field(default_factory=dict)
-    caps: Mapping[str, str | float] = field(default_factory=dict)  # per hour, by tenant
+    caps: Mapping[str, str | float | None] = field(default_factory=dict)  # per hour, by tenant
 
     @classmethod
     def of(cls, token: str) -> Self:
@@ -69,16 +70,16 @@ class Tokens:
     def load(cls, path: Path) -> Self:
         """Load a file with one token, or with JSON such as docs/service.md shows."""
         text = path.read_text(encoding="utf-8").strip()
-        if not text.startswith("{"):
+        if not text.startswith(("{", "[")):
             return cls.of(text)
         try:
             content = json.loads(text)
-            caps = {str(name): cap for name, cap in content.pop("tenants", {}).items()}
+            caps = {name: _cap(path, name, cap) for name, cap in content.pop("tenants", {}).items()}
             entries = content.pop("tokens")
             if content:
                 raise ValueError(f"unknown {', '.join(content)}")
             callers = dict(_entry(path, caps, **each) for each in entries)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, BadInput):
                 raise
             problem = f"it does not list tokens ({type(error).__name__}: {error})"
@@ -94,9 +95,18 @@ class Tokens:
 
 
 def _digest(token: str) -> bytes:
-    if len(token) < SHORTEST or not token.isascii() or any(character.isspace() for character in token):
+    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
         raise BadInput(f"a token of {len(token)} characters: give {SHORTEST} or more of ASCII, without spaces")
     return hashlib.sha256(token.encode()).digest()
+
+
+def _cap(path: Path, tenant: str, cap: Any) -> str | float | None:
+    """Return what a tenant may spend in an hour, None where nothing limits it."""
+    if tenant == EVERYBODY:
+        raise BadInput(f"{path} has a tenant {tenant!r}, which stands for all: give it a name, and --per-hour the cap")
+    if isinstance(cap, bool) or not (cap is None or isinstance(cap, str) or (cap > 0 and math.isfinite(cap))):
+        raise BadInput(f"{path} has a cap {cap!r} of tenant {tenant!r}: give '2 PFLOPs', a positive number, or null")
+    return cap
 
 
 def _entry(path: Path, caps: Mapping[str, Any], token: str, role: str, tenant: str = "") -> tuple[bytes, Caller]:
