@@ -236,7 +236,7 @@ def test_without_an_answer_a_change_does_not_happen_and_no_lease_is_given(polici
         own.kill()
 
 
-def test_while_the_ledger_hangs_only_the_first_lease_waits_for_it(policies, tmp_path):
+def test_while_the_ledger_hangs_only_the_first_lease_waits_for_it(policies, tmp_path, caplog):
     own = running_server(tmp_path / "data")
     with closing(FleetLedger(own.url, "hanging", policies, exchange=QUICK)) as ledger:
         assert ledger.lease("shop", 100.0, 1.0, 1.0)[0] == 1.0
@@ -246,6 +246,7 @@ def test_while_the_ledger_hangs_only_the_first_lease_waits_for_it(policies, tmp_
         with pytest.raises(ConnectionError, match="the ledger does not answer"):
             ledger.lease("shop", 100.0, 1.0, 1.0)
         assert time.monotonic() - start < TIMEOUT
+        assert [record.getMessage() for record in caplog.records] == ["ledger lost"]
         own.process.send_signal(signal.SIGCONT)
         wait_until(lambda: ledger.up)
         assert ledger.lease("shop", 100.0, 1.0, 1.0)[0] == 1.0
@@ -303,6 +304,15 @@ def test_a_change_that_the_ledger_may_still_hear_of_says_so(policies, tmp_path):
         assert reply.status_code == 503
         assert "may still hear of the change: look at /budget" in reply.json()["error"]
         assert client.get("/budget").json()["policy"] == "expensive"
+
+
+def test_a_lease_that_finds_no_ledger_is_logged(policies, tmp_path, caplog):
+    own = running_server(tmp_path / "data")
+    with closing(FleetLedger(own.url, "logged", policies, exchange=60.0)) as ledger:
+        own.kill()
+        with pytest.raises(ConnectionError, match="the ledger does not answer"):
+            ledger.lease("shop", 100.0, 1.0, 1.0)
+        assert [record.getMessage() for record in caplog.records] == ["ledger lost"]
 
 
 def test_leases_of_many_replicas_never_exceed_the_cap(server, policies):
@@ -370,7 +380,7 @@ def test_a_ledger_that_has_lost_its_data_leases_nothing_until_the_next_hour(poli
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=1e9)) as late:
         assert late.lease("shop", 100.0, 10.0, 10.0)[0] == 0.0
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=0.01)) as next_hour:
-        assert next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0
+        wait_until(lambda: next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0)
     for each in (asking, idle):
         each.close()
     own.kill()

@@ -241,7 +241,7 @@ class FleetLedger:
             try:
                 self._redis.set(self._key("policy"), name)
             except self._failures as error:
-                self.up = False
+                self._lose(error)
                 raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
         with self._lock:
             self._adopt(name, policy)
@@ -263,7 +263,7 @@ class FleetLedger:
             except self._failures:
                 answer = self._lease_script(keys=keys, args=values)
         except self._failures as error:
-            self.up = False
+            self._lose(error)
             raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
         if not answer:
             raise ConnectionError("the ledger has lost its data")
@@ -292,8 +292,7 @@ class FleetLedger:
             try:
                 answered = self._trade()
             except Exception as error:  # a fault of ours: it is tried again, and the service goes on
-                self.up = False
-                log_event("fault", logging.ERROR, model=self.model, error=error_type(error))
+                self._lose(error)
             pause = self._pause if answered else max(PAUSE, self._pause)
 
     def _trade(self, leaving: bool = False) -> bool:
@@ -312,9 +311,7 @@ class FleetLedger:
         try:
             answer = ExchangeAnswer.of(self._exchange_script(keys=keys, args=values))
         except (*self._failures, ValueError, TypeError) as error:
-            if self.up:
-                log_event("ledger lost", logging.ERROR, model=self.model, error=error_type(error))
-            self.up = False
+            self._lose(error)
             return False
         self.up = True
         with self._lock:
@@ -326,6 +323,12 @@ class FleetLedger:
             if not self._in_batch:
                 self._take_over()
         return True
+
+    def _lose(self, error: Exception) -> None:
+        """Take note that the ledger does not answer; the log says it once."""
+        if self.up:
+            log_event("ledger lost", logging.ERROR, model=self.model, error=error_type(error))
+        self.up = False
 
     def _prepared(self, leaving: bool) -> Exchange:
         """Return the next exchange; what is deposited is credit no more."""
