@@ -25,6 +25,8 @@ ROLES = ("predict", "metrics", "admin")  # admin may do everything
 PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # the page, which holds no data; probes
 PROBES = PUBLIC[1:]  # which load balancers send to addresses, not names
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+ONCE = ("authorization", "content-encoding", "content-type", "inference-header-content-length", "origin")  # headers
+LENGTHS = ("content-length", "transfer-encoding")
 EXAMPLE = '{"tokens": [{"token": "...", "role": "predict", "tenant": "shop"}], "tenants": {"shop": "2 TFLOPs"}}'
 SHORTEST = 16  # characters of a token
 EVERYBODY = "*"  # the tenant whose cap is that of all requests together
@@ -130,7 +132,12 @@ class Access:
         return {**everybody, **(self.tokens.caps if self.tokens else {})}
 
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> Caller:
-        """Return who sent a request, or refuse it."""
+        """Return who sent a request, or refuse it; also one that a proxy may have read otherwise when it checked it."""
+        names = [*headers]
+        if twice := [name for name in ONCE if names.count(name) > 1]:
+            raise RequestRefused(400, f"the header {twice[0]}, {names.count(twice[0])} times: send it once")
+        if {*LENGTHS} <= {*names}:
+            raise RequestRefused(400, "Content-Length and Transfer-Encoding say two lengths: send one of them")
         host = headers.get("host", "").lower()
         if path not in PROBES and self.hosts and (name := _without_port(host)) not in self.hosts:
             raise RequestRefused(403, f"requests to {name[:100]!r} are not taken: allow the name with --allowed-hosts")

@@ -47,7 +47,6 @@ STALL, LEAST = 5.0, 2**14  # seconds within which so many bytes of a body have t
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
 PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
 # other paths are counted under the route that takes them, so that clients cannot make metrics grow
-ONCE = ("authorization", "content-encoding", "content-type", "inference-header-content-length", "origin")  # headers
 GONE = 499  # as logs and metrics say that a client went before its request was complete; it is never sent
 QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
 
@@ -218,7 +217,6 @@ class LimitsMiddleware:
 
         with self.tracer.request(scope["method"], scope["path"], headers) as span:
             try:
-                _check_once(headers)
                 state["caller"] = self.access.check(scope["method"], scope["path"], headers)
                 length = headers.get("content-length", "0")
                 if length.isdecimal() and int(length[:20]) > self.admission.body:
@@ -276,15 +274,6 @@ class LimitsMiddleware:
             ms=round(1e3 * seconds, 3),
             **scope["state"].get("logged", {}),
         )
-
-
-def _check_once(headers: Headers) -> None:
-    """Refuse headers that a proxy before the service may have read otherwise: it would have checked another request."""
-    names = headers.keys()
-    if len({*names}) < len(names) and (twice := [name for name in ONCE if names.count(name) > 1]):
-        raise RequestRefused(400, f"the header {twice[0]}, {names.count(twice[0])} times: send it once")
-    if "transfer-encoding" in names and "content-length" in names:
-        raise RequestRefused(400, "Content-Length and Transfer-Encoding say two lengths: send one of them")
 
 
 def error_response(error: HTTPException) -> JSONResponse:
