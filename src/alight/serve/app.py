@@ -6,7 +6,7 @@ import gc
 import hashlib
 import io
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -201,6 +201,22 @@ class FormInMemory(MultiPartParser):
     """Reads a form without files on the disk, which may be full: its bytes are bounded, and counted, before."""
 
     spool_max_size = MOST_BYTES
+    ended = False  # whether its last boundary has come: what stands after the one before would be left out
+
+    def on_end(self) -> None:
+        """Take note of the last boundary."""
+        self.ended = True
+
+    async def parse(self) -> FormData:
+        """Return the form, if it is whole."""
+        self.stream = self._to_its_end(self.stream)
+        return await super().parse()
+
+    async def _to_its_end(self, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        async for chunk in stream:
+            yield chunk
+        if not self.ended:
+            raise MultiPartException("The form is cut off: send it to its last boundary.")
 
 
 @asynccontextmanager
