@@ -87,7 +87,7 @@ def test_photos_that_come_too_fast_are_refused_and_none_is_answered_late(home):
             thread.join()
         faults = [line for line in running.lines if line["level"] in ("error", "critical")]
     statuses = [status for status, _, _ in replies]
-    assert set(statuses) <= {200, 429, 503, 504}
+    assert set(statuses) <= {200, 408, 429, 503, 504}  # 408: it took longer than the timeout to arrive
     assert statuses.count(429) > 5
     assert all(int(retry) >= 1 for status, _, retry in replies if status == 429)
     assert max(latency for status, latency, _ in replies if status == 200) <= 2000  # from its arrival, as it counts
