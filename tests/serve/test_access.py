@@ -66,8 +66,16 @@ def test_a_file_of_tokens_that_makes_no_sense_is_refused(tmp_path):
         ({"tokens": [{"token": "a" * 16, "role": "admin"}] * 2}, BadFile, "of 2 tokens 1 differ"),
         ({"tokens": [{"token": "a" * 16}]}, BadFile, "it does not list tokens"),
         ({"tokens": [], "more": 1}, BadFile, "unknown more"),
+        ([{"token": "a" * 16, "role": "admin"}], BadFile, "it does not list tokens"),
+        ("[" * 100_000, BadFile, "it does not list tokens"),
+        ("\0" * 16, BadInput, "a token of 16 characters: give 16 or more of ASCII"),
+        ({"tokens": [], "tenants": {"*": None}}, BadInput, "a tenant '\\*', which stands for all"),
+        ({"tokens": [], "tenants": {"shop": -1}}, BadInput, "a cap -1 of tenant 'shop': give '2 PFLOPs'"),
+        ({"tokens": [], "tenants": {"shop": float("inf")}}, BadInput, "a cap inf of tenant 'shop'"),
+        ({"tokens": [], "tenants": {"shop": True}}, BadInput, "a cap True of tenant 'shop'"),
+        ({"tokens": [], "tenants": {"shop": {}}}, BadFile, "it does not list tokens"),
     ):
-        path.write_text(json.dumps(content))
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(error, match=message):
             Tokens.load(path)
 
@@ -208,6 +216,11 @@ def test_tokens_and_models_are_read_again_on_sighup_and_tls_is_spoken(tmp_path):
         assert client.post("/predict", json=IMAGES, headers=bearer("another-token-of-role")).status_code == 200
         wait_until(lambda: client.get("/budget", headers=bearer(NAMES["admin"])).json()["budget"] < before)
         path.write_text("{")
+        subprocess.run([*made[:-1], "other.pem"], cwd=tmp_path, check=True, capture_output=True)  # another key
+        (tmp_path / "policy.json").write_bytes((folder() / "expensive.json").read_bytes())
         running.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "not reloaded" in [each["event"] for each in running.lines])
-        assert client.post("/predict", json=IMAGES, headers=bearer("another-token-of-role")).status_code == 200
+        wait_until(lambda: client.get("/budget", headers=bearer(NAMES["admin"])).json()["budget"] == before)
+        kept = [each["part"] for each in running.lines if each["event"] == "not reloaded"]
+        assert kept == ["tokens", "certificate"]  # and the models are read
+        with httpx.Client(verify=trusted, base_url=running.url) as another:  # which shakes hands anew
+            assert another.post("/predict", json=IMAGES, headers=bearer("another-token-of-role")).status_code == 200

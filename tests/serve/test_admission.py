@@ -1,6 +1,7 @@
 """What stands before the queue: large requests neither delay small ones nor pile up; garbage is not built."""
 
 import array
+import asyncio
 import fcntl
 import io
 import json
@@ -100,6 +101,40 @@ def test_a_small_picture_that_took_long_says_nothing_about_large_ones(monkeypatc
         admission._learn("images", 10**6, 10**6 * usual)
     assert admission.rates["images"] == pytest.approx(usual)
     admission.close()
+
+
+@pytest.mark.parametrize(
+    "twice", ["Authorization", "Content-Type", "Content-Encoding", "Origin", "Inference-Header-Content-Length"]
+)
+def test_a_header_that_a_proxy_may_read_otherwise_is_refused(twice):
+    content = json.dumps({"images": [in_base64(pixels(1)[0])]})
+    once = {"Content-Type": "application/json", "Content-Encoding": "identity", "Origin": "http://testserver"}
+    with TestClient(application()) as client:
+        assert client.post("/predict", content=content, headers=once).status_code == 200
+        reply = client.post("/predict", content=content, headers=[*once.items(), (twice, "1"), (twice, "2")])
+    assert reply.status_code == 400
+    assert f"the header {twice.lower()}, " in reply.json()["error"]
+    assert reply.headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize("path", ["/predict", "/predict/files", "/v2/models/model/infer"])
+def test_a_body_that_does_not_arrive_in_time_is_408_also_if_the_time_is_short(path):
+    app, sent = application(timeout=0.2), []
+    kinds = {"/predict/files": b"multipart/form-data; boundary=x"}
+    headers = [(b"host", b"localhost"), (b"content-type", kinds.get(path, b"application/json"))]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+
+    async def receive():
+        if sent:
+            await asyncio.Event().wait()  # nothing more ever comes
+        sent.append({"type": "first"})
+        return {"type": "http.request", "body": b"--x", "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert [message["status"] for message in sent if message["type"] == "http.response.start"] == [408]
 
 
 def test_every_thread_that_reads_is_warm_before_the_first_request():

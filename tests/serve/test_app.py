@@ -179,6 +179,17 @@ def test_a_form_that_gives_an_option_twice_is_refused(client):
     assert reply.json()["error"] == "budget, 2 times: send it once"
 
 
+@pytest.mark.parametrize("end", [b"", b"--", b"--edge", b"--edge-", b"--edge\r\n"])
+def test_a_form_that_is_cut_off_is_refused_as_a_whole(client, end):
+    head = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a.png"\r\n\r\n'
+    parts, kind = head + png(pixels(1)[0]) + b"\r\n", {"Content-Type": "multipart/form-data; boundary=edge"}
+    whole = client.post("/predict/files", content=2 * parts + b"--edge--\r\n", headers=kind)
+    assert len(whole.json()["predictions"]) == 2
+    reply = client.post("/predict/files", content=2 * parts + end, headers=kind)
+    assert reply.status_code == 400
+    assert reply.json()["error"] == "The form is cut off: send it to its last boundary."
+
+
 def test_a_form_needs_no_disk(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,18 +1,25 @@
 """Replicas with one ledger keep one bound, whatever dies, and pool their savings; on a real server."""
 
+import signal
 import threading
+import time
 from contextlib import closing
 
 import numpy as np
 import pytest
 import redis
-from processes import benchmark
+from digit_service import folder, served_model
+from fastapi.testclient import TestClient
+from processes import benchmark, service
 from redis_server import running_server
 from waiting import wait_until
 
 from alight import calibrate
 from alight.policies.route import replay_on
-from alight.serve.fleet import FleetLedger, _account, check_ledger
+from alight.serve.app import build_app
+from alight.serve.fleet import TIMEOUT, FleetLedger, _account, check_ledger
+from alight.serve.hosting import ModelHost
+from alight.serve.requests import Limits
 
 QUICK = 0.005  # seconds between two exchanges
 
@@ -229,6 +236,85 @@ def test_without_an_answer_a_change_does_not_happen_and_no_lease_is_given(polici
         own.kill()
 
 
+def test_while_the_ledger_hangs_only_the_first_lease_waits_for_it(policies, tmp_path, caplog):
+    own = running_server(tmp_path / "data")
+    with closing(FleetLedger(own.url, "hanging", policies, exchange=QUICK)) as ledger:
+        assert ledger.lease("shop", 100.0, 1.0, 1.0)[0] == 1.0
+        own.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not ledger.up)
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match="the ledger does not answer"):
+            ledger.lease("shop", 100.0, 1.0, 1.0)
+        assert time.monotonic() - start < TIMEOUT
+        assert [record.getMessage() for record in caplog.records] == ["ledger lost"]
+        own.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: ledger.up)
+        assert ledger.lease("shop", 100.0, 1.0, 1.0)[0] == 1.0
+    own.kill()
+
+
+@pytest.mark.parametrize("pool", ["nan", "inf", "-5", "junk"])
+def test_a_pool_that_others_have_written_is_not_spent(server, policies, pool):
+    with closing(FleetLedger(server.url, pool, policies, exchange=QUICK)) as ledger:
+        account = f"alight:{{{pool}}}:{_account(policies['half'])}"
+        with redis.Redis.from_url(server.url) as client:
+            client.hset(account, "pool", pool)
+            wait_until(lambda: client.hget(account, "pool") == b"0")
+        wait_until(lambda: ledger.up)
+        assert ledger.credit == 0.0
+
+
+def test_an_answer_that_makes_no_sense_does_not_end_the_exchange(server, policies):
+    with closing(FleetLedger(server.url, "sense", policies, exchange=QUICK)) as ledger:
+        account = f"alight:{{sense}}:{_account(policies['half'])}"
+        with redis.Redis.from_url(server.url) as client:
+            client.hset(account, "samples", "inf")
+            wait_until(lambda: not ledger.up)
+            client.delete(account)
+        wait_until(lambda: ledger.up)
+
+
+def test_a_policy_that_is_not_text_is_one_that_is_not_here(server, policies):
+    with closing(FleetLedger(server.url, "text", policies, exchange=QUICK)) as ledger:
+        with redis.Redis.from_url(server.url) as client:
+            client.set("alight:{text}:policy", b"\xff\xfe")
+            wait_until(lambda: ledger.wanted is not None)
+            assert ledger.wanted not in policies
+            client.set("alight:{text}:policy", "half")
+        wait_until(lambda: ledger.wanted is None)
+
+
+def test_a_clock_that_is_set_back_by_hours_forgets_no_lease(server, policies):
+    with closing(FleetLedger(server.url, "clock", policies, exchange=1.0, period=1e9)) as ledger:
+        assert ledger.lease("shop", 100.0, 60.0, 60.0)[0] == 60.0
+        with redis.Redis.from_url(server.url) as client:
+            client.hincrby("alight:{clock}:cap:shop", "window", 5)  # as if it had been later then
+    with closing(FleetLedger(server.url, "clock", policies, exchange=1.0, period=1e9)) as another:
+        assert another.lease("shop", 100.0, 60.0, 60.0)[0] == 0.0
+        assert another.lease("shop", 100.0, 40.0, 40.0)[0] == 40.0
+
+
+def test_a_change_that_the_ledger_may_still_hear_of_says_so(policies, tmp_path):
+    own = running_server(tmp_path / "data")
+    sources = ModelHost.of(served_model("expensive", "cheap"), Limits()).sources
+    host = ModelHost(sources, Limits(), open_ledger=lambda _, policies, __: FleetLedger(own.url, "put", policies))
+    with TestClient(build_app(host)) as client:
+        own.kill()
+        reply = client.put("/budget", json={"policy": "cheap"})
+        assert reply.status_code == 503
+        assert "may still hear of the change: look at /budget" in reply.json()["error"]
+        assert client.get("/budget").json()["policy"] == "expensive"
+
+
+def test_a_lease_that_finds_no_ledger_is_logged(policies, tmp_path, caplog):
+    own = running_server(tmp_path / "data")
+    with closing(FleetLedger(own.url, "logged", policies, exchange=60.0)) as ledger:
+        own.kill()
+        with pytest.raises(ConnectionError, match="the ledger does not answer"):
+            ledger.lease("shop", 100.0, 1.0, 1.0)
+        assert [record.getMessage() for record in caplog.records] == ["ledger lost"]
+
+
 def test_leases_of_many_replicas_never_exceed_the_cap(server, policies):
     ledgers = [FleetLedger(server.url, "capped", policies, exchange=1.0, period=1e9) for _ in range(3)]
     taken = [[] for _ in ledgers]
@@ -294,7 +380,7 @@ def test_a_ledger_that_has_lost_its_data_leases_nothing_until_the_next_hour(poli
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=1e9)) as late:
         assert late.lease("shop", 100.0, 10.0, 10.0)[0] == 0.0
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=0.01)) as next_hour:
-        assert next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0
+        wait_until(lambda: next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0)
     for each in (asking, idle):
         each.close()
     own.kill()
@@ -323,6 +409,20 @@ def test_a_ledger_that_may_lose_data_is_reported(server, caplog):
             client.config_set("appendonly", "yes")
             client.config_set("maxmemory-policy", "noeviction")
     assert [record.getMessage() for record in caplog.records] == ["ledger may lose data"] * 2
+
+
+@pytest.mark.slow  # starts a service
+def test_a_service_logs_as_json_that_its_ledger_may_lose_data(tmp_path):
+    own = running_server(tmp_path / "data")
+    with redis.Redis.from_url(own.url) as client:
+        client.config_set("appendonly", "no")
+    with service(f"{folder() / 'model'} {folder() / 'cheap.json'} --ledger {own.url}", tmp_path) as running:
+        assert running.stop() == 0
+    own.kill()
+    assert all("time" in line for line in running.lines)
+    assert [line["advice"] for line in running.lines if line["event"] == "ledger may lose data"] == [
+        "start it with --appendonly yes"
+    ]
 
 
 @pytest.mark.slow  # starts four services, and each of them again

@@ -87,7 +87,7 @@ def test_photos_that_come_too_fast_are_refused_and_none_is_answered_late(home):
             thread.join()
         faults = [line for line in running.lines if line["level"] in ("error", "critical")]
     statuses = [status for status, _, _ in replies]
-    assert set(statuses) <= {200, 429, 503, 504}
+    assert set(statuses) <= {200, 408, 429, 503, 504}  # 408: it took longer than the timeout to arrive
     assert statuses.count(429) > 5
     assert all(int(retry) >= 1 for status, _, retry in replies if status == 429)
     assert max(latency for status, latency, _ in replies if status == 200) <= 2000  # from its arrival, as it counts
@@ -197,6 +197,23 @@ def test_a_body_in_chunks_of_a_few_bytes_is_not_read_to_its_end(home):
                 answers += (more := connection.recv(4096))
                 assert more
         assert httpx.get(f"{running.url}/healthz").status_code == 200
+
+
+def test_a_request_of_two_lengths_is_refused_and_what_follows_is_not_read(home):
+    hidden = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b"1\r\n{\r\n0\r\n\r\n" + hidden
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with service("model unpaced.json", home) as running:
+        with socket.create_connection(running.url.removeprefix("http://").split(":"), timeout=30) as connection:
+            connection.sendall(head + body)
+            answer = b""
+            with suppress(ConnectionError):
+                while more := connection.recv(4096):
+                    answer += more
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b" 400 " in answer
+        assert b"say two lengths" in answer
 
 
 def test_what_everything_logs_is_json(home):

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from digit_service import folder, pixels
+from digit_service import folder, pixels, served_model
+from fastapi.testclient import TestClient
 from waiting import wait_until
 
 from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
 from alight.policies.policy import Lottery
+from alight.serve import app as app_module
 from alight.serve import model as served
+from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
 from alight.serve.ledger import SpendLedger
 from alight.serve.model import ExitTiming, load_policies, load_served_model, measure_timings
 from alight.serve.monitoring import Metrics
@@ -344,6 +348,30 @@ def test_a_worker_that_ends_is_replaced_and_its_requests_are_answered():
     assert not worker.stalled
     assert worker.metrics.registry.get_sample_value("alight_worker_restarts_total", {"model": "model"}) == 1
     worker.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(monkeypatch):
+    monkeypatch.setattr(app_module, "LOOK", 0.01)
+    host = ModelHost.of(served_model("unpaced"), Limits())
+    (worker,) = host.workers
+    with TestClient(build_app(host)):
+        start, tried = worker.start, []
+
+        def full():
+            tried.append(1)
+            if len(tried) < 3:
+                raise RuntimeError("can't start new thread")
+            start()
+
+        def end(*_):
+            raise SystemExit
+
+        decide, worker._decide, worker.start = worker._decide, end, full
+        responses(worker, [QueuedRequest(samples(1))])
+        worker._decide = decide
+        wait_until(lambda: len(tried) == 3)
+        wait_until(lambda: worker.ready)
 
 
 def test_a_worker_that_hangs_is_noticed():

@@ -46,6 +46,9 @@ from alight.files import POLICY as POLICY_FILE
 from alight.policies import load_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from alight.policies.policy import Policy
     from alight.serve.access import Tokens
     from alight.serve.hosting import ModelSource, OpenLedger
     from alight.serve.model import ServedModel
@@ -257,8 +260,11 @@ def _open_ledger(url: str | None) -> "OpenLedger":
         return open_in_file
     from alight.serve.fleet import FleetLedger, check_ledger
 
-    check_ledger(url)
-    return lambda source, policies, _: FleetLedger(url, f"{source.name}:{source.version}", policies)
+    def open_shared(source: "ModelSource", policies: "Mapping[str, Policy]", _: int) -> FleetLedger:
+        check_ledger(url)
+        return FleetLedger(url, f"{source.name}:{source.version}", policies)
+
+    return open_shared
 
 
 def _path(text: str | None) -> Path | None:

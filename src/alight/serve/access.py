@@ -5,6 +5,7 @@ Cost units are taken from the cap of a tenant before its samples are decided.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ ROLES = ("predict", "metrics", "admin")  # admin may do everything
 PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # the page, which holds no data; probes
 PROBES = PUBLIC[1:]  # which load balancers send to addresses, not names
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+ONCE = ("authorization", "content-encoding", "content-type", "inference-header-content-length", "origin")  # headers
+LENGTHS = ("content-length", "transfer-encoding")
 EXAMPLE = '{"tokens": [{"token": "...", "role": "predict", "tenant": "shop"}], "tenants": {"shop": "2 TFLOPs"}}'
 SHORTEST = 16  # characters of a token
 EVERYBODY = "*"  # the tenant whose cap is that of all requests together
@@ -57,7 +60,7 @@ class Tokens:
     """Tokens by their SHA-256, so that looking one up takes the same time for all, and what tenants may spend."""
 
     callers: Mapping[bytes, Caller] = field(default_factory=dict)
-    caps: Mapping[str, str | float] = field(default_factory=dict)  # per hour, by tenant
+    caps: Mapping[str, str | float | None] = field(default_factory=dict)  # per hour, by tenant
 
     @classmethod
     def of(cls, token: str) -> Self:
@@ -68,16 +71,16 @@ class Tokens:
     def load(cls, path: Path) -> Self:
         """Load a file with one token, or with JSON such as docs/service.md shows."""
         text = path.read_text(encoding="utf-8").strip()
-        if not text.startswith("{"):
+        if not text.startswith(("{", "[")):
             return cls.of(text)
         try:
             content = json.loads(text)
-            caps = {str(name): cap for name, cap in content.pop("tenants", {}).items()}
+            caps = {name: _cap(path, name, cap) for name, cap in content.pop("tenants", {}).items()}
             entries = content.pop("tokens")
             if content:
                 raise ValueError(f"unknown {', '.join(content)}")
             callers = dict(_entry(path, caps, **each) for each in entries)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, BadInput):
                 raise
             problem = f"it does not list tokens ({type(error).__name__}: {error})"
@@ -93,9 +96,18 @@ class Tokens:
 
 
 def _digest(token: str) -> bytes:
-    if len(token) < SHORTEST or not token.isascii() or any(character.isspace() for character in token):
+    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
         raise BadInput(f"a token of {len(token)} characters: give {SHORTEST} or more of ASCII, without spaces")
     return hashlib.sha256(token.encode()).digest()
+
+
+def _cap(path: Path, tenant: str, cap: Any) -> str | float | None:
+    """Return what a tenant may spend in an hour, None where nothing limits it."""
+    if tenant == EVERYBODY:
+        raise BadInput(f"{path} has a tenant {tenant!r}, which stands for all: give it a name, and --per-hour the cap")
+    if isinstance(cap, bool) or not (cap is None or isinstance(cap, str) or (cap > 0 and math.isfinite(cap))):
+        raise BadInput(f"{path} has a cap {cap!r} of tenant {tenant!r}: give '2 PFLOPs', a positive number, or null")
+    return cap
 
 
 def _entry(path: Path, caps: Mapping[str, Any], token: str, role: str, tenant: str = "") -> tuple[bytes, Caller]:
@@ -119,7 +131,12 @@ class Access:
         return {**everybody, **(self.tokens.caps if self.tokens else {})}
 
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> Caller:
-        """Return who sent a request, or refuse it."""
+        """Return who sent a request, or refuse it; also one that a proxy may have read otherwise when it checked it."""
+        names = [*headers]
+        if twice := [name for name in ONCE if names.count(name) > 1]:
+            raise RequestRefused(400, f"the header {twice[0]}, {names.count(twice[0])} times: send it once")
+        if {*LENGTHS} <= {*names}:
+            raise RequestRefused(400, "Content-Length and Transfer-Encoding say two lengths: send one of them")
         host = headers.get("host", "").lower()
         if path not in PROBES and self.hosts and (name := _without_port(host)) not in self.hosts:
             raise RequestRefused(403, f"requests to {name[:100]!r} are not taken: allow the name with --allowed-hosts")

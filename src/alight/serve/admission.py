@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import random
 import re
 import secrets
 import sys
@@ -194,6 +195,7 @@ class LimitsMiddleware:
     def __init__(self, app: ASGIApp, admission: Admission, access: Access) -> None:
         self.app, self.admission, self.access = app, admission, access
         self.limits, self.metrics, self.tracer = admission.limits, admission.metrics, Tracer()
+        self._draw = random.Random(secrets.randbits(128))  # of names of requests, without a call of the system for each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -201,7 +203,7 @@ class LimitsMiddleware:
             return await self.app(scope, receive, send)
         start, headers, status = time.monotonic(), Headers(scope=scope), 0
         own_id = headers.get("x-request-id", "")
-        request_id = own_id if REQUEST_ID.fullmatch(own_id) else secrets.token_hex(8)
+        request_id = own_id if REQUEST_ID.fullmatch(own_id) else f"{self._draw.getrandbits(64):016x}"
         state = scope.setdefault("state", {})
         state |= {"arrived": start, "tracer": self.tracer}
         body = ReceivedBody(start + self.limits.timeout, window_end=start + STALL)

@@ -5,7 +5,8 @@ import base64
 import gc
 import hashlib
 import io
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -29,7 +30,7 @@ from alight.serve.admission import QUICK_NICENESS, Admission, LimitsMiddleware, 
 from alight.serve.fleet import FleetLedger
 from alight.serve.hosting import ModelHost, Service, body_of
 from alight.serve.model import MOST_BYTES
-from alight.serve.monitoring import log_event
+from alight.serve.monitoring import error_type, log_event
 from alight.serve.pictures import FORMATS
 from alight.serve.protocol import add_inference_protocol
 from alight.serve.reading import MAX_LETTERS, count_samples, open_request, read_samples
@@ -123,7 +124,10 @@ async def _look_after(host: ModelHost) -> None:
     while True:
         await asyncio.sleep(LOOK)
         for worker in host.workers:
-            worker.revive()
+            try:
+                worker.revive()
+            except Exception as error:  # the system has no thread left, say: it is tried again
+                log_event("worker not replaced", logging.ERROR, model=worker.name, error=error_type(error))
 
 
 def _warm_up(service: Service) -> None:
@@ -160,8 +164,8 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
         """Answer samples that come as JSON."""
         check_content_type(request, JSON)
         hosted = service.host.find(model, version)
+        content = await body_of(request)
         async with service.in_time(request) as until:
-            content = await body_of(request)
             arguments = open_request, content, hosted.worker.model, limits
             options, unread = await service.counted(len(content), until, *arguments)
             del content, arguments
@@ -177,16 +181,16 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
         """Answer images that come as files."""
         check_content_type(request, FORM)
         hosted = service.host.find(model, version)
+        async with _form(request, service.admission.body) as form:
+            images = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
+            if len(images) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
+                raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
+            given = {name: form[name] for name in ("budget", "deadline_ms") if name in form}
+            for name in given:
+                if len(form.getlist(name)) > 1:
+                    raise RequestRefused(422, f"{name}, {len(form.getlist(name))} times: send it once")
+            options = parse(PredictOptions, given)
         async with service.in_time(request) as until:
-            async with _form(request, service.admission.body) as form:
-                images = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
-                if len(images) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
-                    raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
-                given = {name: form[name] for name in ("budget", "deadline_ms") if name in form}
-                for name in given:
-                    if len(form.getlist(name)) > 1:
-                        raise RequestRefused(422, f"{name}, {len(form.getlist(name))} times: send it once")
-                options = parse(PredictOptions, given)
             arguments = count_samples, "images", images, hosted.worker.model, limits
             unread = await service.counted(sum(map(len, images)), until, *arguments)
             return await service.answer(request, hosted, unread, options)
@@ -196,6 +200,22 @@ class FormInMemory(MultiPartParser):
     """Reads a form without files on the disk, which may be full: its bytes are bounded, and counted, before."""
 
     spool_max_size = MOST_BYTES
+    ended = False  # whether its last boundary has come: what stands after the one before would be left out
+
+    def on_end(self) -> None:
+        """Take note of the last boundary."""
+        self.ended = True
+
+    async def parse(self) -> FormData:
+        """Return the form, if it is whole."""
+        self.stream = self._to_its_end(self.stream)
+        return await super().parse()
+
+    async def _to_its_end(self, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        async for chunk in stream:
+            yield chunk
+        if not self.ended:
+            raise MultiPartException("The form is cut off: send it to its last boundary.")
 
 
 @asynccontextmanager
@@ -235,6 +255,9 @@ def _add_budget(app: FastAPI, service: Service) -> None:
             await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), host.limits.timeout)
         except TimeoutError as error:
             reason = f"no change within {host.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
+            raise RequestRefused(503, reason, 1) from error
+        except ConnectionError as error:
+            reason = f"{error}, and may still hear of the change: look at /budget which policy is in force"
             raise RequestRefused(503, reason, 1) from error
         except OSError as error:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error

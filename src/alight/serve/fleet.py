@@ -23,10 +23,10 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -75,7 +75,9 @@ if own[1] == tonumber(sequence) then
 end
 if again and (known_run ~= run or not own[1]) then deposit = 0 end -- it may have been granted to others
 
-local pool = tonumber(redis.call('HGET', account, 'pool')) + deposit
+local pool = tonumber(redis.call('HGET', account, 'pool')) or 0
+if not (pool >= 0 and pool < math.huge) then pool = 0 end -- somebody else has written it
+pool = pool + deposit
 local rates, held, others = 0, 0, 0
 local all = redis.call('HGETALL', replicas)
 for index = 1, #all, 2 do
@@ -107,7 +109,9 @@ local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local window, kept = math.floor(now / period), tonumber(redis.call('HGET', KEYS[1], 'window') or '-1')
 if kept == window + 1 then window = kept end -- the clock was set back
 local left = (window + 1) * period - now
-if kept ~= window then
+if kept > window then -- it was set back by hours: what was used is not forgotten
+  redis.call('HSET', KEYS[1], 'window', window)
+elseif kept < window then
   redis.call('DEL', KEYS[1])
   redis.call('HSET', KEYS[1], 'window', window, 'used', '0')
   redis.call('EXPIRE', KEYS[1], math.ceil(2 * period))
@@ -143,6 +147,26 @@ class Exchange:
     spent: float
     deposit: float
     keeps: float
+
+
+@dataclass(frozen=True)
+class ExchangeAnswer:
+    """What the ledger answers: credit, this replica's share of all samples, the policy in force, and its data."""
+
+    granted: float
+    share: float
+    policy: str
+    run: str
+    data: str
+
+    @classmethod
+    def of(cls, values: Sequence[bytes]) -> Self:
+        """Return the answer of the script; a ValueError says that somebody else has written into the ledger."""
+        granted, share, policy, run, data = (value.decode(errors="replace") for value in values)
+        amounts = float(granted), float(share)
+        if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
+            raise ValueError(f"the ledger grants {granted} and counts {share} samples: remove what is not its own")
+        return cls(*amounts, policy, run, data)
 
 
 class FleetLedger:
@@ -217,13 +241,15 @@ class FleetLedger:
             try:
                 self._redis.set(self._key("policy"), name)
             except self._failures as error:
-                self.up = False
+                self._lose(error)
                 raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
         with self._lock:
             self._adopt(name, policy)
 
     def lease(self, tenant: str, cap: float, need: float, want: float) -> tuple[float, float]:
         """Take cost units from a tenant's cap for all replicas; a ConnectionError says that the ledger is not there."""
+        if not self.up:  # at once: requests that wait for it would take the place of those that need no lease
+            raise ConnectionError("the ledger does not answer")
         with self._lock:
             self._leases += 1
             own, before = (f"{self.replica}:{number}" for number in (self._leases, self._leases - 8))
@@ -237,6 +263,7 @@ class FleetLedger:
             except self._failures:
                 answer = self._lease_script(keys=keys, args=values)
         except self._failures as error:
+            self._lose(error)
             raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
         if not answer:
             raise ConnectionError("the ledger has lost its data")
@@ -261,7 +288,12 @@ class FleetLedger:
     def _run(self) -> None:
         pause = self._pause
         while not self._stop.wait(pause):
-            pause = self._pause if self._trade() else max(PAUSE, self._pause)
+            answered = False
+            try:
+                answered = self._trade()
+            except Exception as error:  # a fault of ours: it is tried again, and the service goes on
+                self._lose(error)
+            pause = self._pause if answered else max(PAUSE, self._pause)
 
     def _trade(self, leaving: bool = False) -> bool:
         """Exchange credit with the ledger, and return whether it answered."""
@@ -277,22 +309,26 @@ class FleetLedger:
         keys = [self._key(trade.account), self._key(trade.account, "replicas"), self._key("policy"), self._key("caps")]
         self._again = True
         try:
-            granted, share, policy, run, data = self._exchange_script(keys=keys, args=values)
-        except self._failures as error:
-            if self.up:
-                log_event("ledger lost", logging.ERROR, model=self.model, error=error_type(error))
-            self.up = False
+            answer = ExchangeAnswer.of(self._exchange_script(keys=keys, args=values))
+        except (*self._failures, ValueError, TypeError) as error:
+            self._lose(error)
             return False
         self.up = True
         with self._lock:
             self._pending, self._again = None, False
-            self._known_run, self._known_data = run.decode(), data.decode()
+            self._known_run, self._known_data = answer.run, answer.data
             if trade.account == _account(self.state.policy):
-                self._granted = float(granted), int(float(share))
-            self.wanted = name if (name := policy.decode()) != self.state.name else None
+                self._granted = answer.granted, int(answer.share)
+            self.wanted = answer.policy if answer.policy != self.state.name else None
             if not self._in_batch:
                 self._take_over()
         return True
+
+    def _lose(self, error: Exception) -> None:
+        """Take note that the ledger does not answer; the log says it once."""
+        if self.up:
+            log_event("ledger lost", logging.ERROR, model=self.model, error=error_type(error))
+        self.up = False
 
     def _prepared(self, leaving: bool) -> Exchange:
         """Return the next exchange; what is deposited is credit no more."""

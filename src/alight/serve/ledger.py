@@ -144,7 +144,7 @@ class SpendLedger:
             since, used = self._leases.get(tenant, (hour, cap if hour == self._unknown_hour else 0.0))
             if since == hour + 1:  # the clock was set back: the hour does not begin anew
                 hour = since
-            used = used if since == hour else 0.0
+            used = used if since >= hour else 0.0  # also if it was set back by hours
             taken = granted(cap - used, need, want)
             self._leases[tenant] = (hour, used + taken)
             try:

@@ -117,8 +117,8 @@ def add_inference_protocol(app: FastAPI, service: Service) -> None:
     async def infer(request: Request, name: str, version: str | None = None) -> Response:
         """Answer the samples of one tensor."""
         hosted = host.find(name, version)
+        content = await body_of(request)
         async with service.in_time(request) as until:
-            content = await body_of(request)
             header = _header_length(request, len(content))
             arguments = open_inference, content, header, hosted.worker.model, host.limits
             own_id, given, wanted, unread = await service.counted(len(content), until, *arguments)
@@ -145,7 +145,7 @@ def _reload(host: ModelHost, name: str) -> list[str]:
     """Load what has changed and return the names of it; a model that was not there, and is not now, is refused."""
     try:
         changed = host.reload()
-    except (AlightError, OSError) as error:
+    except (AlightError, OSError, ValueError) as error:
         raise RequestRefused(422, f"not loaded, and what was served still is: {error}") from error
     if name not in {each.rpartition(":")[0] for each in changed}:
         host.find(name)

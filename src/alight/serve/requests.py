@@ -17,6 +17,11 @@ BUDGET = (
 )
 DEADLINE = "milliseconds from the arrival of the request within which the answer is wanted"
 
+OF_STATUS = {  # headers of refusals; of what cannot be read, it is not known where the next request begins
+    400: {"Connection": "close"},
+    401: {"WWW-Authenticate": "Bearer"},
+}
+
 Amount = Annotated[FiniteFloat, Field(gt=0)] | Annotated[str, Field(max_length=40)]
 DeadlineMs = Annotated[FiniteFloat, Field(gt=0, le=3_600_000)]
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -62,7 +67,7 @@ class RequestRefused(HTTPException):
 
     def __init__(self, status: int, reason: str, retry_after: int | None = None) -> None:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        super().__init__(status, reason, headers | ({"WWW-Authenticate": "Bearer"} if status == 401 else {}))
+        super().__init__(status, reason, headers | OF_STATUS.get(status, {}))
 
 
 def retry_after(seconds: float) -> int:

@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import socket
+import ssl
 import sys
 import time
 import warnings
@@ -19,7 +20,6 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from alight.errors import AlightError
 from alight.serve.access import Access, Tokens
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
@@ -158,15 +158,34 @@ class Process:
         task.add_done_callback(self.tasks.discard)
 
     def reload(self) -> None:
-        """Load tokens, certificates and models anew; after an error, those that were are kept."""
-        try:
-            if self.token_file is not None:
-                self.access.tokens = Tokens.load(self.token_file)
-            if self.config is not None and self.config.ssl is not None and self.config.ssl_certfile:
-                self.config.ssl.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
-            log_event("reloaded", models=self.host.reload())
-        except (AlightError, OSError, ValueError) as error:
-            log_event("not reloaded", logging.ERROR, error=error_type(error))
+        """Load tokens, certificates and models anew; of a part that cannot be loaded, what was is kept."""
+        for part, load in {
+            "tokens": self._tokens,
+            "certificate": self._certificate,
+            "models": self.host.reload,
+        }.items():
+            try:
+                changed = load()
+            except Exception as error:  # whatever is wrong with the files: the service goes on
+                log_event("not reloaded", logging.ERROR, part=part, error=error_type(error))
+            else:
+                log_event("reloaded", part=part, changed=changed)
+
+    def _tokens(self) -> list[str]:
+        """Load the tokens, and return where from."""
+        if self.token_file is None:
+            return []
+        self.access.tokens = Tokens.load(self.token_file)
+        return [str(self.token_file)]
+
+    def _certificate(self) -> list[str]:
+        """Load the certificate, and return where from; of a key that does not belong to it, nothing is taken."""
+        if self.config is None or self.config.ssl is None or not self.config.ssl_certfile:
+            return []
+        files = self.config.ssl_certfile, self.config.ssl_keyfile
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)  # one that fails is left without a key
+        self.config.ssl.load_cert_chain(*files)
+        return [str(self.config.ssl_certfile)]
 
 
 def serve(
