@@ -48,7 +48,7 @@ COMBINED: Candidates = {  # tried on combined answers; the first is `eero` where
 }
 
 
-class HeldOut(NamedTuple):
+class Trial(NamedTuple):
     """What a candidate does on samples held out, in the order of the folds."""
 
     right: Floats  # (samples,): whether the answer at the budget is right
@@ -159,13 +159,13 @@ def nearby_budgets(budget: float, network: Costs) -> list[float]:
     return [budget, *(each for each in nearby if each != budget)]
 
 
-def _tried(candidates: Candidates, problem: Problem, labelled: HeadOutputs, count: int) -> dict[str, HeldOut]:
+def _tried(candidates: Candidates, problem: Problem, labelled: HeadOutputs, count: int) -> dict[str, Trial]:
     """Return what each candidate that affords the budget does on the samples of all folds.
 
     Candidates that are clearly behind after the first fold are left out, but never the first.
     """
     budgets = nearby_budgets(problem.budget, problem.network) if len(labelled) < MANY else [problem.budget]
-    trials: dict[str, list[HeldOut]] = {name: [] for name in candidates}
+    trials: dict[str, list[Trial]] = {name: [] for name in candidates}
     for number, (fitting, fold) in enumerate(held_out_tables(labelled, count)):
         made = _on_fold({name: candidates[name] for name in trials}, problem.network, budgets, fitting, fold)
         trials = {name: [*trials[name], trial] for name, trial in made.items()}
@@ -179,7 +179,7 @@ def _tried(candidates: Candidates, problem: Problem, labelled: HeadOutputs, coun
 
 def _on_fold(
     candidates: Candidates, network: Costs, budgets: Sequence[float], fitting: HeadOutputs, fold: HeadOutputs
-) -> dict[str, HeldOut]:
+) -> dict[str, Trial]:
     """Return what the candidates that afford the first budget do on a fold; others count where all afford them."""
     truth, hidden = fold.truth(), fold.unlabelled()
     left = dict(candidates)
@@ -196,14 +196,14 @@ def _on_fold(
     trials = {}
     for name in left:
         right = np.array([decisions[name].correct(truth) for decisions in found], dtype=np.float64)
-        trials[name] = HeldOut(right[0], right.mean(axis=0), found[0][name].mean_cost)
+        trials[name] = Trial(right[0], right.mean(axis=0), found[0][name].mean_cost)
     return trials
 
 
-def _joined(parts: Sequence[HeldOut]) -> HeldOut:
+def _joined(parts: Sequence[Trial]) -> Trial:
     """Return the trials of several folds as one."""
     right, nearby = (np.concatenate(each) for each in zip(*((part.right, part.nearby) for part in parts), strict=True))
-    return HeldOut(right, nearby, float(np.mean([part.spent for part in parts])))
+    return Trial(right, nearby, float(np.mean([part.spent for part in parts])))
 
 
 def _near_the_best(right: Mapping[str, Floats]) -> list[str]:
@@ -218,7 +218,7 @@ def _clearly_above(best: Floats, other: Floats) -> bool:
     return bool(gains.mean() > BEHIND * gains.std() / np.sqrt(len(gains)))
 
 
-def _choice(winner: str, others: Sequence[str], tried: Mapping[str, HeldOut]) -> str:
+def _choice(winner: str, others: Sequence[str], tried: Mapping[str, Trial]) -> str:
     """Return in one line what won, and by how much over the best of the others."""
     chosen = f"{winner}: {tried[winner].right.mean():.1%} right in the comparison that chose it"
     if not others:
