@@ -7,10 +7,10 @@ import pytest
 from conftest import made_up
 
 from alight import Costs, HeadOutputs, calibrate, read_points, recordings, replay
-from alight.calibrate.auto import CANDIDATES, EXPECTED_GAIN, FOLDS, candidates_for, expected_gain, nearby_budgets
+from alight.calibrate.auto import CANDIDATES, EXPECTED_GAIN, FOLDS, candidates_for, expected_gain
 from alight.calibrate.crossval import held_out, held_out_parts
 from alight.costs import as_costs
-from alight.errors import BadInput, BudgetTooSmall
+from alight.errors import BadInput
 from alight.policies.policy import ExitAt
 
 COSTS = np.array([1.0, 2.0, 3.5, 4.0, 6.0])
@@ -62,52 +62,6 @@ def test_luck_on_the_first_fold_does_not_unseat_the_first_candidate(ahead_on, wi
     table = HeadOutputs(np.random.default_rng(0).uniform(size=(900, 5)), predictions, np.zeros(900, dtype=int))
     candidates = {"first": answering(0), "lucky": answering(1)}
     assert calibrate.auto(COSTS, 3.0, table, candidates=candidates, folds=3).settings["winner"] == winner
-
-
-def at_budgets(exits):
-    """A method whose samples all leave at the exit that it has for this budget."""
-
-    def method(costs, budget, labelled, unlabelled=None):
-        return answering(next(index for most, index in exits.items() if budget <= most))(costs, budget, labelled)
-
-    return method
-
-
-def test_luck_at_one_budget_does_not_unseat_a_candidate_that_is_ahead_nearby():
-    """At the budget the second candidate is ahead by a point, at 0.7 and 1.4 of it the first is, by six."""
-    rng = np.random.default_rng(0)
-    labels, predictions = np.zeros(900, dtype=int), np.zeros((900, 5), dtype=int)
-    for exit_index, wrong in enumerate([135, 81, 72, 0, 0]):
-        predictions[rng.permutation(900)[:wrong], exit_index] = 1
-    table = HeadOutputs(rng.uniform(size=(900, 5)), predictions, labels)
-    candidates = {"first": at_budgets({9.0: 1}), "lucky": at_budgets({2.5: 0, 3.5: 2, 9.0: 0})}
-    policy = calibrate.auto(COSTS, 3.0, table, candidates=candidates)
-    assert policy.settings["winner"] == "first"
-    assert policy.settings["compared accuracy"] == pytest.approx(1 - 81 / 900)  # at the budget itself
-    many = table.take(np.tile(np.arange(900), 3))
-    assert calibrate.auto(COSTS, 3.0, many, candidates=candidates).settings["winner"] == "lucky"  # labels suffice
-
-
-def test_budgets_nearby_are_those_that_exits_cost():
-    assert nearby_budgets(3.0, as_costs(COSTS)) == [3.0, pytest.approx(2.1), pytest.approx(4.2)]
-    assert nearby_budgets(1.0, as_costs(COSTS)) == [1.0, 1.4]
-    assert nearby_budgets(5.0, as_costs(COSTS)) == [5.0, 3.5, 6.0]
-    assert nearby_budgets(9.0, as_costs(COSTS)) == [9.0, pytest.approx(6.3)]
-    assert nearby_budgets(0.5, as_costs(COSTS)) == [0.5, 0.7]  # which another first exit may afford
-
-
-def test_budgets_that_a_candidate_cannot_afford_do_not_remove_it():
-    def expensive(costs, budget, labelled, unlabelled=None):
-        if budget < 3.0:
-            raise BudgetTooSmall(budget, 3.0, "FLOPs", full=6.0)
-        return answering(2)(costs, budget, labelled)
-
-    predictions = np.zeros((900, 5), dtype=int)
-    predictions[:90, :2] = 1
-    table = HeadOutputs(np.random.default_rng(0).uniform(size=(900, 5)), predictions, np.zeros(900, dtype=int))
-    candidates = {"first": answering(0), "expensive": expensive}
-    assert calibrate.auto(COSTS, 3.0, table, candidates=candidates).settings["winner"] == "expensive"
-    assert calibrate.auto(COSTS, 2.9, table, candidates=candidates).settings["winner"] == "first"
 
 
 def test_a_gain_counts_less_the_less_sure_it_is():

@@ -1,10 +1,8 @@
 """The method that does best on held-out labels, at this budget."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,17 +14,15 @@ from alight.calibrate.crossval import held_out_tables
 from alight.calibrate.learned import learned_stopping
 from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings, check_uncertified
 from alight.calibrate.search import eero_conditional, search
-from alight.costs import Costs, as_costs
+from alight.costs import as_costs
 from alight.errors import BadInput, BudgetTooSmall
-from alight.outputs import Decisions, HeadOutputs
+from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
 from alight.policies.route import replay
 
 Candidates = Mapping[str, Callable[..., Policy]]
 
 FOLDS = 4  # of the labelled data, each held out once
-NEARBY = (0.7, 1.0, 1.4)  # of the budget: methods differ alike there, and all three together tell it with less noise
-MANY = 2500  # labelled samples from which on the budget alone is looked at: less noise, and three take more time
 MOST_TRIED = 10_000  # labelled samples on which candidates are compared: a standard error below 0.5 points
 BEHIND = 1.5  # standard errors behind the best of the first fold, beyond which a candidate is tried no more
 EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.01  # of a candidate over the first, before any label is looked at
@@ -46,14 +42,6 @@ COMBINED: Candidates = {  # tried on combined answers; the first is `eero` where
     "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
-
-
-class Trial(NamedTuple):
-    """What a candidate does on samples held out, in the order of the folds."""
-
-    right: Floats  # (samples,): whether the answer at the budget is right
-    nearby: Floats  # (samples,): for which share of the budgets nearby it is
-    spent: float  # mean cost at the budget
 
 
 def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
@@ -94,10 +82,8 @@ def auto(
 
     On each fold every candidate keeps the budget, by thresholds from the fold's own scores, so accuracies compare
     at equal allowance. All candidates are tried on the first fold; on the others only the first candidate and those at
-    most 1.5 standard errors behind the best, if there are any. Between those that are not further behind on all folds,
-    with fewer than 2,500 labels, accuracies at 0.7 and at 1.4 of the budget count as well: which candidate is best
-    changes slowly with the budget, and the mean of three has less noise. The best of many is often only lucky, so what
-    counts is the gain over the first candidate that is to be expected: the mean of the paired differences, shrunk
+    most 1.5 standard errors behind the best, if there are any. The best of many is often only lucky, so what counts is
+    the gain over the first candidate that is to be expected: the mean of the paired differences on all folds, shrunk
     towards -0.2 points by its standard error against a prior deviation of one point. With few labels the first
     candidate is seldom left, with many the best one wins; of equals the cheaper. The setting `choice` says in one line
     what won, and by how much over the next; both figures are of the samples that chose it, so a little optimistic.
@@ -121,14 +107,15 @@ def auto(
     if not tried:
         raise BadInput(f"none of {', '.join(candidates)} affords the budget {problem.budget:g}: add best_single_exit")
     first = next(iter(tried))  # of the candidates, unless it cannot afford the budget
-    near = _near_the_best({name: trial.right for name, trial in tried.items()})
-    gains = {name: expected_gain(tried[name].nearby - tried[first].nearby) if name != first else 0.0 for name in near}
-    winner, *others = sorted(near, key=lambda name: (-gains[name], tried[name].spent))
+    gains = {
+        name: expected_gain(right - tried[first][0]) if name != first else 0.0 for name, (right, _) in tried.items()
+    }
+    winner, *others = sorted(tried, key=lambda name: (-gains[name], tried[name][1]))
     policy = candidates[winner](problem.network, problem.budget, labelled, unlabelled)
     check_uncertified(policy, "auto")
     settings: Settings = {
         "winner": winner,
-        "compared accuracy": float(tried[winner].right.mean()),
+        "compared accuracy": float(tried[winner][0].mean()),
         "choice": _choice(winner, others, tried),
     }
     return replace(policy, method="auto", settings=settings | dict(policy.settings))
@@ -147,69 +134,37 @@ def expected_gain(differences: Floats) -> float:
     return (float(differences.mean()) * prior + EXPECTED_GAIN * variance) / (prior + variance)
 
 
-def nearby_budgets(budget: float, network: Costs) -> list[float]:
-    """Return the budget, then those nearby that make a difference: from the cost of the first exit to that of the last.
-
-    >>> nearby_budgets(2.0, as_costs(np.array([1.0, 2.0, 2.5])))
-    [2.0, 1.4, 2.5]
-    """
-    costs = network.cumulative()
-    lowest, highest = min(float(costs[0]), budget), max(float(costs[-1]), budget)
-    nearby = (min(max(factor * budget, lowest), highest) for factor in NEARBY)
-    return [budget, *(each for each in nearby if each != budget)]
-
-
-def _tried(candidates: Candidates, problem: Problem, labelled: HeadOutputs, count: int) -> dict[str, Trial]:
-    """Return what each candidate that affords the budget does on the samples of all folds.
+def _tried(
+    candidates: Candidates, problem: Problem, labelled: HeadOutputs, count: int
+) -> dict[str, tuple[Floats, float]]:
+    """Return which held-out samples each candidate answers correctly, in the order of the folds, and the mean cost.
 
     Candidates that are clearly behind after the first fold are left out, but never the first.
     """
-    budgets = nearby_budgets(problem.budget, problem.network) if len(labelled) < MANY else [problem.budget]
-    trials: dict[str, list[Trial]] = {name: [] for name in candidates}
+    right: dict[str, list[Floats]] = {name: [] for name in candidates}
+    spent: dict[str, list[Floats]] = {name: [] for name in candidates}
     for number, (fitting, fold) in enumerate(held_out_tables(labelled, count)):
-        made = _on_fold({name: candidates[name] for name in trials}, problem.network, budgets, fitting, fold)
-        trials = {name: [*trials[name], trial] for name, trial in made.items()}
-        if not number and trials:
-            kept = {next(iter(trials)), *_near_the_best({name: trial.right for name, trial in made.items()})}
-            trials = {name: parts for name, parts in trials.items() if name in kept}
-        if len(trials) == 1:  # nothing is left to compare
+        truth, hidden = fold.truth(), fold.unlabelled()
+        for name in list(right):
+            try:
+                policy = candidates[name](problem.network, problem.budget, fitting, hidden)
+            except BudgetTooSmall:  # for a method that opens every exit
+                del right[name]
+                continue
+            decisions = replay(policy, fold)
+            right[name].append(decisions.correct(truth).astype(np.float64))
+            spent[name].append(decisions.spent)
+        if not number and right:
+            right = _near_the_best(right)
+        if len(right) == 1:  # nothing is left to compare
             break
-    return {name: _joined(parts) for name, parts in trials.items()}
+    return {name: (np.concatenate(parts), float(np.concatenate(spent[name]).mean())) for name, parts in right.items()}
 
 
-def _on_fold(
-    candidates: Candidates, network: Costs, budgets: Sequence[float], fitting: HeadOutputs, fold: HeadOutputs
-) -> dict[str, Trial]:
-    """Return what the candidates that afford the first budget do on a fold; others count where all afford them."""
-    truth, hidden = fold.truth(), fold.unlabelled()
-    left = dict(candidates)
-    found: list[dict[str, Decisions]] = []  # for each budget
-    for budget in budgets:
-        decisions = {}
-        for name, method in left.items():
-            with suppress(BudgetTooSmall):  # for a method that opens every exit
-                decisions[name] = replay(method(network, budget, fitting, hidden), fold)
-        if not found:
-            left = {name: left[name] for name in decisions}
-        if len(decisions) == len(left):
-            found.append(decisions)
-    trials = {}
-    for name in left:
-        right = np.array([decisions[name].correct(truth) for decisions in found], dtype=np.float64)
-        trials[name] = Trial(right[0], right.mean(axis=0), found[0][name].mean_cost)
-    return trials
-
-
-def _joined(parts: Sequence[Trial]) -> Trial:
-    """Return the trials of several folds as one."""
-    right, nearby = (np.concatenate(each) for each in zip(*((part.right, part.nearby) for part in parts), strict=True))
-    return Trial(right, nearby, float(np.mean([part.spent for part in parts])))
-
-
-def _near_the_best(right: Mapping[str, Floats]) -> list[str]:
-    """Return the candidates that are not clearly behind the best of them."""
-    best = max(right.values(), key=np.mean)
-    return [name for name, own in right.items() if not _clearly_above(best, own)]
+def _near_the_best(right: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
+    """Return the first candidate, and those that are not clearly behind the best on the first fold."""
+    first, best = next(iter(right)), max((parts[0] for parts in right.values()), key=np.mean)
+    return {name: parts for name, parts in right.items() if name == first or not _clearly_above(best, parts[0])}
 
 
 def _clearly_above(best: Floats, other: Floats) -> bool:
@@ -218,11 +173,11 @@ def _clearly_above(best: Floats, other: Floats) -> bool:
     return bool(gains.mean() > BEHIND * gains.std() / np.sqrt(len(gains)))
 
 
-def _choice(winner: str, others: Sequence[str], tried: Mapping[str, Trial]) -> str:
+def _choice(winner: str, others: Sequence[str], tried: Mapping[str, tuple[Floats, float]]) -> str:
     """Return in one line what won, and by how much over the best of the others."""
-    chosen = f"{winner}: {tried[winner].right.mean():.1%} right in the comparison that chose it"
+    chosen = f"{winner}: {tried[winner][0].mean():.1%} right in the comparison that chose it"
     if not others:
-        return f"{chosen}, all others clearly behind"
-    gains = 100 * (tried[winner].nearby - tried[others[0]].nearby)
+        return f"{chosen}, all others clearly behind on the first fold"
+    gains = 100 * (tried[winner][0] - tried[others[0]][0])
     error = gains.std() / np.sqrt(len(gains))
-    return f"{chosen}, {gains.mean():+.1f} points (standard error {error:.1f}) on {others[0]} around this budget"
+    return f"{chosen}, {gains.mean():+.1f} points (standard error {error:.1f}) on {others[0]}"
