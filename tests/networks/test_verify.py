@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from torch import nn
 from two_convolutions import IMAGES, DropsAtRandom, Network
 
+from alight.cli import main
 from alight.cutting import calls
 from alight.cutting import cut as cutting
 from alight.errors import BadInput
@@ -368,3 +370,30 @@ def test_a_model_that_refuses_joint_training_refuses_again_when_loaded(registere
         for stage in each.train().stages:
             with pytest.raises(BadInput, match="cannot run in training mode"):
                 stage(IMAGES)
+
+
+SAVED_SO = {
+    "mask": (Padded, (TOKENS, NO_PADDING), MASK_MUTATIONS["in the head"][1], "hides from the network"),
+    "axes": (
+        Rows,
+        AXES["maps"][1],
+        lambda patch: patch.setattr(attach, "are_channels_last", lambda *_: [False]),
+        "reads features of shape .* with channels",
+    ),
+    "output": (
+        SeveralOutputs,
+        IMAGES,
+        lambda patch: patch.setattr(attach, "pick_logits", lambda output, choice: next(iter(calls.walk(output)))),
+        "the network gives 2 tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAVED_SO)
+def test_the_command_finds_masks_axes_and_outputs_that_were_saved_wrong(case, monkeypatch, tmp_path, capsys):
+    kind, example, mutate, found = SAVED_SO[case]
+    mutate(monkeypatch)
+    folder = save_model(attach_heads(kind(), ["first"], example=example), tmp_path / "saved")
+    monkeypatch.undo()
+    assert main(["check", str(folder), "--network", f"{__file__}:{kind.__name__}"]) == 1
+    assert re.search(found, capsys.readouterr().err)
