@@ -116,7 +116,9 @@ def check_network_folder(folder: PathLike) -> None:
     if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
         raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
     if _is_of_transformers(path):
-        raise BadInput(f"{path} holds a network of transformers: write transformers:{path} to `alight fit` or `attach`")
+        raise BadFile(
+            path, "it holds a network of transformers", f"write transformers:{path} to `alight fit` or `attach`"
+        )
     for name in (WEIGHTS, CONFIG):
         if not (path / name).is_file() and not (path / CASCADE).is_file():
             raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
