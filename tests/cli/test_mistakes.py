@@ -119,7 +119,7 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit transformers:fitted train.npz test.npz -o new": "'fitted' is not a network of transformers (Unrecognized",
     "fit transformers:nothing train.npz test.npz -o new": "the folder 'nothing' has no config.json: give one that",
     "fit config_alone train.npz test.npz -o new": (
-        "config_alone: it holds a network of transformers; give `alight fit` or `attach` transformers:config_alone"
+        "cannot read config_alone: it holds a network of transformers; write transformers:config_alone to"
     ),
     "fit build.py:three train.npz test.npz -o new": "build.py:three returns 3: name what returns a torch.nn.Module",
     "record model semicolons.csv": "cannot read semicolons.csv: its cells are separated by ';'; save it with commas",
