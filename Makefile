@@ -4,7 +4,7 @@
 #   make lint   lint, words and types alone       make format   format the code
 #   make bench  speed, as ratios in one run
 #   make figures  the figures of docs/ and the tables in results/paper from committed recordings: two minutes on two cores
-#   make benchmark  every exit policy on every recording, into results/: 20 minutes on one core; BENCHMARK=--jobs=2 for two
+#   make benchmark  every exit policy on every recording, into results/: 27 minutes on one core; BENCHMARK=--jobs=2 for two
 #   make recordings  the data package of the benchmark, alight-recordings, into dist/
 #   make docs   the documentation site with tables of results/, into site/: a broken link, a missing page or column is an error
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
