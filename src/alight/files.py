@@ -115,21 +115,16 @@ def check_network_folder(folder: PathLike) -> None:
         raise FileNotFoundError(f"there is no folder {path}: give one that `alight fit` or `alight attach` wrote")
     if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
         raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
-    if _is_of_transformers(path):
+    is_of_transformers = False
+    with suppress(OSError, ValueError, TypeError):
+        is_of_transformers = "model_type" in json.loads((path / CONFIG).read_bytes())
+    if is_of_transformers:
         raise BadFile(
             path, "it holds a network of transformers", f"write transformers:{path} to `alight fit` or `attach`"
         )
     for name in (WEIGHTS, CONFIG):
         if not (path / name).is_file() and not (path / CASCADE).is_file():
             raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
-
-
-def _is_of_transformers(folder: Path) -> bool:
-    """Return whether a folder has a config that transformers wrote."""
-    try:
-        return "model_type" in json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def check_replaceable(folder: PathLike, *, force: bool) -> None:

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,19 +349,16 @@ def _output_or_folder(text: str) -> str:
     return text if "://" in text or Path(text).is_dir() else output(text)
 
 
-def _answers_or_folder(text: str) -> str:
-    """Return the path of a table of answers, of a folder that exists, or a URI."""
-    return text if "://" in text or Path(text).is_dir() else answers_file(text)
-
-
 def _check_output_file(options: argparse.Namespace) -> None:
     """Check that the output is a file, which all engines but Ray write."""
     if "://" in options.output or Path(options.output).is_dir():
         raise BadInput(f"{options.output} is a folder or a URI: give a file, or --engine ray")
 
 
-def answers_file(text: str) -> str:
-    """Return the path of a table of answers that can be written to: CSV, or Parquet."""
+def answers_file(text: str, *, or_folder: bool = False) -> str:
+    """Return the path of a table of answers that can be written to: CSV, or Parquet; or that of a folder, or a URI."""
+    if or_folder and ("://" in text or Path(text).is_dir()):
+        return text
     if Path(text).suffix not in ("", ".csv", ".parquet"):
         raise argparse.ArgumentTypeError(f"{text!r}: answers are CSV or Parquet, so give .csv or .parquet")
     return output(text)
@@ -413,7 +411,9 @@ COMMANDS = (
             *RUN_OR_TUNE,
             ALLOW_MISMATCH,
             *ENGINE,
-            output_option("answers.csv", ".csv or .parquet; with --engine ray a folder", _answers_or_folder),
+            output_option(
+                "answers.csv", ".csv or .parquet; with --engine ray a folder", partial(answers_file, or_folder=True)
+            ),
         ),
         (
             "predict model policy.json test.npz -o answers.csv",

@@ -158,18 +158,13 @@ def check_batch(chain: Chain) -> None:
         return
     sizes = " and ".join(str(tuple(each.shape[1:])) for each in inputs.tensors)
     constants = " (a tensor that is neither a parameter nor a buffer has another dtype there: make it a buffer)"
+    cast = " under torch.autocast" if torch.is_autocast_enabled(inputs.tensors[0].device.type) else ""
     raise BadInput(
-        f"for inputs of {sizes} per sample, {str(inputs.tensors[0].dtype).removeprefix('torch.')}"
-        f"{' under torch.autocast' if autocast_dtype(inputs.tensors[0].device.type) else ''}, the exits do not"
-        f" give what the network gives{constants if exact else ''}: its code does something else there than for the"
+        f"for inputs of {sizes} per sample, {str(inputs.tensors[0].dtype).removeprefix('torch.')}{cast}, the exits do"
+        f" not give what the network gives{constants if exact else ''}: its code does something else there than for the"
         " example that it was cut with, or an attribute was changed since. Cut it with an example like these inputs, or"
         " give it inputs like the example"
     )
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype in which torch.autocast computes on a kind of device now; None if it is off."""
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _padded(inputs: Inputs) -> Batch:

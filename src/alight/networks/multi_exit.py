@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.chain import Chain, autocast_dtype, check_batch, is_close
+from alight.cutting.chain import Chain, check_batch, is_close
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
@@ -210,7 +210,10 @@ class MultiExitModel(nn.Module):
 
         So is the first under another `torch.autocast`, which the network's code may switch off for a part of itself.
         """
-        kind = (autocast_dtype(batch[0].device.type), *[(each.shape[1:], each.dtype) for each in batch])
+        device = batch[0].device.type
+        is_cast = device != "meta" and torch.is_autocast_enabled(device)
+        cast = torch.get_autocast_dtype(device) if is_cast else None
+        kind = (cast, *[(each.shape[1:], each.dtype) for each in batch])
         if kind in self.proven_kinds or self._verifying:
             return batch
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
