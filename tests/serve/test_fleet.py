@@ -380,7 +380,7 @@ def test_a_ledger_that_has_lost_its_data_leases_nothing_until_the_next_hour(poli
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=1e9)) as late:
         assert late.lease("shop", 100.0, 10.0, 10.0)[0] == 0.0
     with closing(FleetLedger(own.url, "lost", policies, exchange=QUICK, period=0.01)) as next_hour:
-        wait_until(lambda: next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0)
+        wait_until(lambda: next_hour.lease("other", 100.0, 10.0, 10.0)[0] == 10.0, seconds=2.0)  # 200 such hours
     for each in (asking, idle):
         each.close()
     own.kill()

@@ -502,9 +502,10 @@ class StreamWalk(DeviceWalk):
         return False
 
     def _is_due(self, stage: int, count: int) -> bool:
-        """Return whether so many batches of a stage can be launched, and should: fewer than a group seldom.
+        """Return whether so many batches of a stage can be launched now, and should.
 
-        They are where nothing else runs, or nothing more comes, or the slots before the next group are taken singly.
+        Single batches are launched where nothing is in flight, where no more samples come, and up to the slot at which
+        the next group begins.
         """
         if self._waiting(stage) < count * self.size or not self._has_room(stage, count):
             return False

@@ -236,7 +236,7 @@ def admit_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def move_row(source, target, words, row, place, part, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Copy a part of one row, as many words as the other programs leave."""
+    """Copy one part of a row; the other programs copy the other parts."""
     for start in range(part * BLOCK, words, tl.num_programs(1) * BLOCK):
         places = start + tl.arange(0, BLOCK)
         inside = places < words
