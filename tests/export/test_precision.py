@@ -145,6 +145,55 @@ def test_openvino_takes_what_a_stage_does_not_read(tmp_path):
     assert {*other.exits.tolist()} == {0, 1}
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, features):
+        return torch.relu(self.other(torch.relu(self.one(features))) + features)
+
+
+class Rows(nn.Module):
+    """A product with every row of an image: no convolution made what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, features):
+        return self.linear(features) + features
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_openvino_hands_images_of_convolutions_on_with_channels_last(precision, tmp_path, quick):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+    stages = [first, Residual(), nn.Sequential(Residual(), Rows()), Residual()]
+    model = MultiExitModel(stages, [PooledLinear((8, 6, 7), 5) for _ in stages]).eval()
+    never = Threshold((np.inf,) * 3, costs=(1.0, 2.0, 3.0, 4.0))
+    source = export_model(model, never, tmp_path / "float", example=torch.from_numpy(images()[:2]))
+    places = [
+        lower(source, tmp_path / runtime, precision, [(images()[:32],)], runtime=runtime)
+        for runtime in ("onnxruntime", "openvino")
+    ]
+    shapes, state = [], (images()[:1],)
+    openvino = backend(places[1])
+    for index in range(len(stages) - 1):
+        state = openvino.run_one(index, state)[1]
+        shapes.append(tuple(state[0].shape))
+    last = (1, 8, 6, 7) if precision == "float32" else (1, 6, 7, 8)  # as it is made, or as bytes
+    assert shapes == [(1, 6, 7, 8), (1, 6, 7, 8), last]
+    expected, found = (logits_of(place, images(), 1) for place in places)
+    assert np.abs(found - expected).max() < (1e-5 if precision == "float32" else 0.1) * np.abs(expected).max()
+    if precision == "float32":
+        exact = torch.stack(model(torch.from_numpy(images())), dim=1).detach().numpy()
+        assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
+    for size in (16, 16, 16, 16, 7):  # a size that recurs has stages of its own
+        assert np.abs(logits_of(places[1], images(), size) - found).max() < 1e-5 * np.abs(found).max()
+
+
 def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused(int8, tmp_path):
     shutil.copytree(int8, tmp_path / "copied")
     path = tmp_path / "copied" / "manifest.json"
