@@ -113,9 +113,9 @@ class Compiled:
         return None
 
     def _run(self, state: State, size: int | None) -> Sequence[Any]:
-        run: Request | None = getattr(self._requests, str(size), None)
+        run: Bound | None = getattr(self._requests, str(size), None)
         if run is None:
-            run = Request(self._request(size))
+            run = Bound(self._request(size))
             setattr(self._requests, str(size), run)
         try:
             return run([state[place] for place in self._read])
@@ -131,7 +131,7 @@ class Compiled:
         return self._compiled[size].create_infer_request()
 
 
-class Request:
+class Bound:
     """Runs a compiled stage; tensors that it was given last, such as those of the stage before, are not given again."""
 
     def __init__(self, request: Any) -> None:
