@@ -144,7 +144,7 @@ def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(backend, see
 def test_own_sample_numbers_are_kept_and_not_counted(backend):
     rule = Lottery(costs=ALL_COSTS, exit_rates=(0.25,) * 4)
     found, expected = predictor(backend, rule), replay(rule, table())
-    for own in (np.arange(40, 70), [3]):
+    for own in (np.arange(40, 70), np.arange(69, 40, -1), np.arange(0, 60, 7), [3]):
         assert_equal(found(images()[own], samples=own), expected, own)
     assert found.next_number == 0
     assert_equal(found(images()), expected)
@@ -237,6 +237,15 @@ def test_a_stream_is_kept_by_copies_under_an_equal_policy(backend, tmp_path):
         assert spent <= count * 1.5 + ALL_COSTS[-1]
     assert found.memory[0].admitted == 60
     assert found.with_policy(thresholds(0.5)).memory == ()
+
+
+@each_backend
+def test_own_sample_numbers_may_be_any_of_64_bits(backend):
+    rule = ExitAt(costs=(6.0,), open_exits=(3,), num_exits=4)
+    numbers = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, size=len(images()), endpoint=True)
+    numbers[:2] = -(2**63), 2**63 - 1
+    found = predictor(backend, rule)(images(), samples=numbers)
+    np.testing.assert_array_equal(found.predictions, table().predictions[:, 3])
 
 
 @each_backend

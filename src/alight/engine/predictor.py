@@ -27,6 +27,7 @@ from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
 BATCH_SIZE = 256
+SPARSE = 8  # numbers per sample beyond which sorting samples by them is quicker than a table
 
 Numbered = tuple[Integers, State]  # sample numbers, and inputs as they came
 
@@ -276,14 +277,17 @@ class Predictor:
 
     def _single_on_device(self, inputs: State, sample: int) -> tuple[int, int, float | None] | None:
         """Return class, open-exit index and probability of one sample; None where the device does not decide."""
-        host = partial(self._by_host, size=None, low_latency=True)
-        answers = self._deciding.one_batch(self.policy, (np.array([sample]), inputs), host)
-        if answers is None:
-            return None
-        if answers.open_indices[0] < 0:
-            [*usable(self.policy, [answers])]  # raises
-        top = None if answers.probabilities is None else float(answers.probabilities[0])
-        return int(answers.predictions[0]), int(answers.open_indices[0]), top
+        found: tuple[int, int, float | None] | None = self._deciding.one_sample(self.policy, sample, inputs)
+        if found is None:
+            host = partial(self._by_host, size=None, low_latency=True)
+            answers = self._deciding.one_batch(self.policy, (np.array([sample]), inputs), host)
+            if answers is None:
+                return None
+            top = None if answers.probabilities is None else float(answers.probabilities[0])
+            found = int(answers.predictions[0]), int(answers.open_indices[0]), top
+        if found[1] < 0:
+            [*usable(self.policy, [one_answer(sample, *found)])]  # raises
+        return found
 
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
@@ -333,11 +337,7 @@ class Predictor:
         came = np.concatenate([each.samples for each in found])
         if numbers is not None and len(numbers) > len(came):
             raise BadInput(f"{len(numbers)} sample numbers for {len(came)} samples: give one for each")
-        order = np.argsort(came, kind="stable")  # of coming, since a counter numbered them
-        if (came[order[1:]] == came[order[:-1]]).any():
-            raise AlightError("a sample was answered twice: report what network and policy it was")
-        if numbers is not None:
-            order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
+        order = _order(came, None if numbers is None else numbers[: len(came)])
         open_indices = np.concatenate([each.open_indices for each in found])[order]
         probabilities = [each.probabilities for each in found if each.probabilities is not None]
         return Decisions.unchecked(
@@ -438,6 +438,29 @@ def _numbers(samples: npt.ArrayLike) -> Integers:
     if not whole or (not rising and len(np.unique(numbers)) != len(numbers)):
         raise BadInput(f"samples of shape {numbers.shape}: give one whole number per sample, each once")
     return numbers.astype(np.int64)
+
+
+def _order(came: Integers, numbers: Integers | None) -> Integers:
+    """Return where the answers of samples lie among those that came, by their numbers; or where these rise.
+
+    >>> _order(np.array([7, 5, 6]), None), _order(np.array([7, 5, 6]), np.array([6, 7, 5]))
+    (array([1, 2, 0]), array([2, 0, 1]))
+    """
+    places, first = np.arange(len(came)), int(came.min())
+    span = int(came.max()) - first + 1
+    if span == len(came) or (numbers is not None and span <= SPARSE * len(came)):
+        table = np.zeros(span, np.int64)  # quicker than sorting
+        table[came - first] = places
+        is_unique = (table[came - first] == places).all()
+        order = table if numbers is None else table[numbers - first]
+    else:
+        order = np.argsort(came, kind="stable")
+        is_unique = (came[order[1:]] != came[order[:-1]]).all()
+        if numbers is not None:
+            order = order[np.searchsorted(came, numbers, sorter=order)]
+    if not is_unique:
+        raise AlightError("a sample was answered twice: report what network and policy it was")
+    return order
 
 
 def _in_single_batches(batches: Iterable[Numbered], size: int) -> Iterator[Numbered]:
