@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,22 +31,32 @@ def passed_in_a_process_of_their_own(file, those=""):
     return done.stdout
 
 
-def by_python(program, graphs, counters):
-    """What launches a program: its conditions are looked at by the host."""
+class ByPython:
+    """A program whose conditions are looked at by the host."""
 
-    def holds(condition):
-        return condition.above < int(counters[condition.counter]) <= condition.upto
+    def __init__(self, program, graphs, counters):
+        self.program, self.graphs, self.counters = program, graphs, counters
 
-    def run(steps):
+    def launch(self):
+        self.run(self.program)
+
+    def run(self, steps):
         for step in steps:
             if isinstance(step, Run):
-                graphs[step.key].replay()
+                self.graphs[step.key].replay()
                 continue
-            chosen = [body for condition, body in step.branches if holds(condition)]
+            chosen = [body for condition, body in step.branches if self.holds(condition)]
             assert len(chosen) <= 1
-            run(chosen[0] if chosen else [])
+            self.run(chosen[0] if chosen else [])
 
-    return partial(run, program)
+    def holds(self, condition):
+        return condition.above < int(self.counters[condition.counter]) <= condition.upto
+
+    def wait(self, is_done):
+        assert is_done()
+
+    def finish(self):
+        """Nothing runs."""
 
 
 class Captured:
@@ -57,4 +66,4 @@ class Captured:
         self.replay = work
 
 
-EXECUTOR = Executor(Captured, by_python)
+EXECUTOR = Executor(Captured, ByPython)

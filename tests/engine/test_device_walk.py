@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from interpreted import (
     EXECUTOR,
     INTERPRETED,
+    ByPython,
     Captured,
-    by_python,
     interpreted,
     passed_in_a_process_of_their_own,
     skip_without_loops,
@@ -28,7 +29,7 @@ from alight.engine.backends.torch.device_walk import BatchWalk, Executor, Networ
 from alight.engine.backends.torch.values import half
 from alight.engine.recorder import record
 from alight.engine.walk import Answers, usable
-from alight.errors import BadInput
+from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import half as numpy_half
 from alight.planning.timing import stage_seconds
@@ -252,7 +253,7 @@ def test_a_stage_is_captured_with_what_the_stage_before_makes(inputs):
     model = MultiExitModel([Places(), Looked(), Looked()], [nn.Linear(4, 3) for _ in range(3)]).eval()
     rule = Threshold((np.inf, np.inf), costs=COSTS)
     with torch.inference_mode():
-        walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, Executor(NotRun, by_python))
+        walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, Executor(NotRun, ByPython))
         assert walk.one_batch(np.array([0]), (inputs[:1],)).open_indices.tolist() == [2]
 
 
@@ -392,6 +393,108 @@ def test_single_samples_and_batches_of_one_have_walks_of_their_own(model, inputs
     broken = inputs[:1] * float("nan")
     with pytest.raises(BadInput, match="the first is sample 7, at exit 0"):
         found(broken, samples=[7])
+
+
+class Tinted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(3, 3, 1)
+
+    def forward(self, pictures):
+        return self.mix(pictures).tanh()
+
+
+@pytest.fixture
+def tinted():
+    """A network whose answers change with the memory layout that a picture is taken for."""
+    torch.manual_seed(0)
+    heads = [nn.Sequential(nn.Flatten(), nn.Linear(48, 5)) for _ in range(2)]
+    return MultiExitModel([Tinted(), Tinted()], heads).eval()
+
+
+PICTURES = torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(3))
+NEVER = Threshold((np.inf,), costs=(1.0, 2.0))
+
+
+def alone(found, pictures):
+    return [int(found(pictures[row : row + 1].clone(), samples=[row]).predictions[0]) for row in range(len(pictures))]
+
+
+def labels_of(model):
+    return model(PICTURES)[-1].argmax(1).tolist()
+
+
+@interpreted
+@pytest.mark.parametrize("changed", ["weights", "rule"])
+def test_a_walk_that_takes_another_layout_does_not_get_single_samples_of_the_old_one(tinted, changed):
+    found, expected = predictor_of(tinted, NEVER, 8), labels_of(tinted)
+    assert alone(found, PICTURES) == expected
+    if changed == "weights":
+        tinted.double().float()  # the same numbers elsewhere
+    else:
+        found = found.with_policy(Patience(patience=1, costs=(1.0, 2.0)))
+    found(PICTURES[:1].clone().contiguous(memory_format=torch.channels_last))
+    assert alone(found, PICTURES) == expected
+
+
+@interpreted
+def test_single_samples_in_a_class_of_their_own_do_not_speak_for_others(tinted):
+    found, expected = predictor_of(tinted, NEVER, 8), labels_of(tinted)
+    for _ in range(2):
+        assert found(nn.Parameter(PICTURES[:1].clone())).predictions[0] == expected[0]
+    assert found(PICTURES[1:2].numpy()).predictions[0] == expected[1]
+    turned = PICTURES.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)
+    given = [nn.Parameter(turned[row : row + 1]) for row in range(len(turned))]
+    assert [int(found(each).predictions[0]) for each in given] == expected
+
+
+class Queued(ByPython):
+    """A program whose launches wait in a queue, as in a stream, until the host looks for answers."""
+
+    queue, interrupted, lost = [], False, False
+
+    def launch(self):
+        Queued.queue.append(partial(self.run, [] if Queued.lost else self.program))
+
+    def wait(self, is_done):
+        if Queued.interrupted:
+            Queued.interrupted = False
+            raise KeyboardInterrupt
+        while not is_done() and Queued.queue:
+            Queued.queue.pop(0)()
+
+    def finish(self):
+        while Queued.queue:
+            Queued.queue.pop(0)()
+
+
+@interpreted
+def test_an_interrupted_sample_is_not_answered_in_place_of_the_next(tinted, monkeypatch):
+    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Queued), None))
+    found, expected = predictor_of(tinted, NEVER, 8), labels_of(tinted)
+    assert alone(found, PICTURES[:4]) == expected[:4]
+    Queued.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        found(PICTURES[:1].clone(), samples=[0])
+    assert len(Queued.queue) == 1
+    late = torch.full((1, 3, 4, 4), torch.nan)  # of work that stands in the queue behind the sample that was left
+    monkeypatch.setattr(Queued, "finish", lambda self: (Queued.queue.pop(0)(), late.copy_(PICTURES[5:6])))
+    assert found(late, samples=[5]).predictions[0] == expected[5]
+    assert not Queued.queue
+    assert alone(found, PICTURES) == expected
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_device_that_ends_without_answers_is_named(tinted, monkeypatch, count):
+    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Queued), None))
+    found = predictor_of(tinted, NEVER, 8)
+    for _ in range(3):
+        (answers,) = found.answers(PICTURES[:count].clone())
+        assert answers.predictions.tolist() == labels_of(tinted)[:count]
+    monkeypatch.setattr(Queued, "lost", True)
+    with pytest.raises(AlightError, match="the device has ended a batch without its answers"):
+        [*found.answers(PICTURES[:count].clone())]
 
 
 @interpreted
@@ -594,7 +697,7 @@ def test_no_order_of_streams_changes_an_answer(model, inputs, table, monkeypatch
     monkeypatch.setattr(device_walk, "SLOTS", int(rng.choice([3, 4, 6, 12])))  # the last two run batches in groups
     with torch.inference_mode(), Later(monkeypatch) as later:
         later.running = True
-        captured = Executor(lambda work: Captured(lambda: later.later(work)), by_python)
+        captured = Executor(lambda work: Captured(lambda: later.later(work)), ByPython)
         walk = StreamWalk(network_of(model, rule), rule, (inputs[:3],), size, captured, later.uploading)
         later.running = False
         for last in (False, True):

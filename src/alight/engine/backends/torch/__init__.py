@@ -30,7 +30,6 @@ from alight.networks.multi_exit import MultiExitModel, advance, check_has_exits,
 from alight.networks.store import fingerprint
 
 IN_FLIGHT = 2  # batches whose values are awaited while others run: enough to keep a GPU from idling
-SHORT = 128  # samples of a batch up to which one kernel reads compiled logits: ResNet-18 lost 5 % so with 1,024
 
 
 class OpenStage(nn.Module):
@@ -142,10 +141,9 @@ class TorchBackend:
         return other
 
     def _compiled(self, index: int, stage: Any) -> Callable[..., Any]:
-        """Return a compiled stage; on a GPU one kernel reads its logits where those of a compiler take longer."""
-        reads, is_short = stage.reads, (self.batch_size or 1) <= SHORT
-        by_kernel = reads.top or (reads.columns and is_short and is_fused(reads))
-        if self.device.type != "cuda" or not by_kernel:
+        """Return a compiled stage; on a GPU one kernel of ours reads its logits, a compiler would need several."""
+        reads = stage.reads
+        if self.device.type != "cuda" or not (reads.top or (reads.columns and is_fused(reads))):
             return compiled_stage(index, stage)
         bare = copy.copy(stage)
         bare.reads = Reads(())

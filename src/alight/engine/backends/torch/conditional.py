@@ -18,6 +18,7 @@ from alight.errors import AlightError
 EARLIEST = (12, 4)  # CUDA version that has conditional nodes
 SWITCHES = 12080  # version of the driver from which one node chooses among several bodies
 ENDLESS = 2**62  # more than any counter
+LOOKS = 8  # at what a graph writes, between two questions to the driver
 CHOOSE = b"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 extern "C" __global__ void choose(const long long* counters, const long long* branches, int count, int switches) {
@@ -74,13 +75,8 @@ def why_not() -> str:
     return ""
 
 
-def compiled(program: Program, graphs: Mapping[Any, torch.cuda.CUDAGraph], counters: Tensor) -> Callable[[], None]:
-    """Return a function that launches the program on the current stream, as one graph, and waits for it."""
-    return _Executable(program, graphs, counters).run
-
-
-class _Executable:
-    """An instantiated graph, and what must live as long as it does."""
+class Executable:
+    """A program as one graph, and what must live as long as it does."""
 
     def __init__(self, program: Program, graphs: Mapping[Any, torch.cuda.CUDAGraph], counters: Tensor) -> None:
         from cuda.bindings import driver
@@ -96,13 +92,31 @@ class _Executable:
         self._add_all(root, program)
         self.executable = _checked(driver.cuGraphInstantiate(root, 0))
         _checked(driver.cuGraphDestroy(root))
-        weakref.finalize(self, driver.cuGraphExecDestroy, self.executable)
+        self.streams: list[Any] = []  # the one of the last launch
+        weakref.finalize(self, _destroy, driver, self.context, self.executable, self.streams)
 
-    def run(self) -> None:
-        """Launch it on the current stream, and wait."""
+    def launch(self) -> None:
+        """Launch it on the current stream."""
         stream = _stream(torch._C._cuda_getCurrentRawStream(self.counters.device.index))  # quicker than by its object
+        self.streams[:] = [stream]
         _checked(self.driver.cuGraphLaunch(self.executable, stream))
-        _checked(self.driver.cuStreamSynchronize(stream))
+
+    def finish(self) -> None:
+        """Wait until its last launch has ended."""
+        for stream in self.streams:
+            _checked(self.driver.cuStreamSynchronize(stream))
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait until it has written what a function looks for in memory of the host; at the latest until it ends.
+
+        A synchronisation would come some 10 us later. Other threads run in between. The device is the one of `launch`.
+        """
+        (stream,), not_ready = self.streams, self.driver.CUresult.CUDA_ERROR_NOT_READY
+        while not any(is_done() for _ in range(LOOKS)):
+            (status,) = self.driver.cuStreamQuery(stream)
+            if status != not_ready:
+                _checked((status,))
+                return
 
     def _add_all(self, graph: Any, program: Program) -> None:
         """Add the steps, one after the other."""
@@ -156,6 +170,15 @@ class _Executable:
         values = (self.counters.data_ptr(), table.data_ptr(), len(table), int(switches))
         wanted.kernelParams = (values, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int))
         return [_checked(self.driver.cuGraphAddKernelNode(graph, last, len(last), wanted))]
+
+
+def _destroy(driver: Any, context: Any, executable: Any, streams: list[Any]) -> None:
+    """Give a graph back once it has ended, which need not be when its answers are there."""
+    driver.cuCtxPushCurrent(context)
+    for stream in streams:
+        driver.cuStreamSynchronize(stream)
+    driver.cuGraphExecDestroy(executable)
+    driver.cuCtxPopCurrent()
 
 
 @cache

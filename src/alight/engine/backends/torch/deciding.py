@@ -17,6 +17,7 @@ from torch import nn
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
 from alight.engine.backends.torch.device_walk import (
+    WIDEST,
     BatchWalk,
     DeviceWalk,
     Executor,
@@ -24,6 +25,7 @@ from alight.engine.backends.torch.device_walk import (
     Stage,
     StreamWalk,
     is_decidable,
+    laid_out,
     on,
     same_rule,
 )
@@ -56,6 +58,7 @@ class Deciding:
         self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
         self.addresses: dict[Any, Addresses] = {}  # of the weights that each has captured
         self.reasons: dict[Any, str] = {}  # who decides, and why
+        self.known: dict[Any, Any] = {}  # kinds of batches, by how single samples are laid out that need nothing done
         self.seen: Counter[Any] = Counter()
         self.busy: set[Any] = set()  # kinds whose walk is in use, as by another thread
         self.lock = Lock()
@@ -92,15 +95,34 @@ class Deciding:
     def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
         """Return the answers of one batch that waits for no other; None where the host decides."""
         kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), alone=True)
-        walk: BatchWalk | None = self._ready(kind, policy)
-        if walk is None and not self._refuses(policy, self.missing_for_one):
-            walk = self._walk(kind, policy, [batch], host)
-        if walk is None:
+        if self._refuses(policy, self.missing_for_one) or (walk := self._walk(kind, policy, [batch], host)) is None:
             return None
         try:
-            return walk.one_batch(*batch)
+            answers: Answers = walk.one_batch(*batch)
+            self.known.update(dict.fromkeys(walk.ready, kind))
         finally:
             self.busy.discard(kind)
+        return answers
+
+    def one_sample(self, policy: Policy, sample: int, inputs: State) -> tuple[int, int, float | None] | None:
+        """Return class, open exit and probability of one sample whose inputs need nothing done, as quickly as possible.
+
+        None where `one_batch` has to look at it. The weights are looked at while it runs.
+        """
+        kind = self.known.get(layout := laid_out(inputs))
+        if kind is None or torch.is_autocast_enabled("cuda"):
+            return None
+        addresses = [each.data_ptr() for each in inputs]
+        if any(each % WIDEST for each in addresses) or (walk := self._ready(kind, policy)) is None:
+            return None
+        try:
+            if layout not in walk.ready:  # another walk than the one that took such inputs
+                return None
+            is_current = partial(self.addresses[kind].hold, few=True)
+            found: tuple[int, int, float | None] | None = walk.one_sample(sample, addresses, is_current)
+        finally:
+            self.busy.discard(kind)
+        return found
 
     def _alone(self, policy: Policy, batch: Batch, host: Host) -> Iterator[Answers]:
         answers = self.one_batch(policy, batch, host)
@@ -171,8 +193,6 @@ class Deciding:
             walk = self.walks.get(kind)
             if walk is None or walk.policy is not policy or kind in self.busy:
                 return None
-            if not self.addresses[kind].hold(few=True):
-                return None
             self.busy.add(kind)
             return walk
 
@@ -239,7 +259,7 @@ class Deciding:
         side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # of its own, for torch may free what matrix products need with any graph that was captured in the same stream
         captured = partial(capture, pool=torch.cuda.graph_pool_handle(), keep=alone, side=side)
-        return Executor(captured, conditional.compiled), stream_for("copies", device)
+        return Executor(captured, conditional.Executable), stream_for("copies", device)
 
 
 def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:

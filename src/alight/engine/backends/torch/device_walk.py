@@ -7,6 +7,7 @@ small batches a few at a time. It waits for no decision: the kernel writes how m
 host reads it.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,14 +34,18 @@ SLOTS, SAMPLES = 16, 1024  # batches that a room holds; fewer of large ones, but
 GROUP = 4  # batches of a stage that one graph runs, one after the other: short ones take less time than a launch
 IN_FLIGHT = 3  # graphs launched before the host waits for the first of them
 UNREAD = 8  # batches of answers of one exit after which the host takes them
-SIZES = 3  # captured of each stage: a batch, a half, a quarter
+SIZES = 4  # captured of each stage: a batch, a half, a quarter, an eighth
 SMALL = 16  # batches below are not halved: a GPU takes as long for them
+FURTHER = 64  # samples in whose time a GPU begins one more batch: a partial one is divided only if that saves more
 PROGRAMS = 2048  # of a kernel, enough to fill a GPU
-BLOCK = 1024  # words that a program moves at a time
+BLOCK = 1024  # words of inputs that a program copies at a time
+MOVE, WARPS = 4096, 8  # words of a survivor that a program moves at a time, by so many warps
 MOVED = 3  # tensors that one kernel moves
 BY_KERNEL = (Threshold, Lottery, ExitAt)  # the kernel that moves samples decides by itself
 COMBINED_BY_KERNEL = (Vote, GeometricMean, Gain)  # before it, another one combines answers
 BY_STEP = (*BY_KERNEL, Streak, Patience)  # steps are arithmetic, on a device too
+WIDEST = 8  # bytes of a word that kernels read
+UNKNOWN = -(2**62)  # stands where no answer is yet: neither a class, nor an exit, nor the bits of a probability
 
 Stage = Callable[..., tuple[State, Tensor]]
 
@@ -66,7 +71,7 @@ class Executor(NamedTuple):
     """How captured work runs: `capture` makes a graph of it, `compile` what launches a program of such graphs."""
 
     capture: Callable[[Callable[[], None]], Any]
-    compile: Callable[[Program, Mapping[Any, Any], Tensor], Callable[[], None]]
+    compile: Callable[[Program, Mapping[Any, Any], Tensor], Any]  # has `launch`, `wait`, `finish`
 
 
 class Network(NamedTuple):
@@ -252,7 +257,7 @@ class DeviceWalk:
         flat = [rows.words(*rows.laid_out_alike(*pair)) for pair in pairs]
         moved = [(source, target, source.shape[1]) for source, target in flat] + [(packed, packed, 0)] * MOVED
         size, answers = len(packed), self.answers[stage % len(self.answers)]
-        parts = min(max(1, PROGRAMS // size), max(1, *(-(-words // BLOCK) for *_, words in moved)))
+        parts = min(max(1, PROGRAMS // size), max(1, *(-(-words // MOVE) for *_, words in moved)))
         kernels: Any = rows.kernels(packed.device.type)
         kernels.settle_rows[(size, parts)](
             packed,
@@ -280,7 +285,8 @@ class DeviceWalk:
             DECIDED=decided is not None,
             PROBABILITY=self.reads[-1].probability,
             ROWS=1 << (size - 1).bit_length(),
-            BLOCK=BLOCK,
+            BLOCK=MOVE,
+            num_warps=WARPS,
         )
 
 
@@ -305,17 +311,58 @@ class BatchWalk(DeviceWalk):
                 self._capture(executor, stage, each, 0, Counts(waiting, answered, self.nobody, after, after))
             if size == 1:
                 self.graphs[stage, 1, 0].replay()  # so that the next stage has something in its room that it can take
-        self.answer = executor.compile([Run((0, size, 0)), *self._following(1)], self.graphs, counters)
+        self.program = executor.compile([Run((0, size, 0)), *self._following(1)], self.graphs, counters)
+        self.written = self.found[
+            :, : 4 if self.reads[-1].probability else 3
+        ]  # by the device: sample, class, exit, ...
+        self.first, self.addresses = self.written[0, 1:], self.given[places + size :]  # its answer; where inputs lie
+        self.is_running = False  # has been launched, and its answers are not collected
+        self.ready: set[Any] = set()  # how single samples were laid out whose inputs needed nothing done
 
     def one_batch(self, samples: Integers, inputs: State) -> Answers:
         """Return the answers of one batch."""
-        count = len(samples)
+        state = [_readable(*each) for each in zip(self.admit(inputs), self.layouts, strict=True)]
         with self.here():
-            state = [_readable(*each) for each in zip(self.admit(inputs), self.layouts, strict=True)]
-            self.given[1], self.given[self.places : self.places + count] = count, samples
-            self.given[len(self.control) :] = [each.data_ptr() for each in state]
-            self.answer()
-        return self._answers(self.found[:count])
+            self._launch(samples, [each.data_ptr() for each in state])
+            self.program.wait(lambda: bool((self.written[: len(samples)] != UNKNOWN).all()))
+            self._check_answered(self.found[: len(samples), 2])
+        if self.size == 1 and all(map(operator.is_, state, inputs)) and (layout := laid_out(inputs)):
+            self.ready.add(layout)
+        return self._answers(self.found[: len(samples)])
+
+    def one_sample(
+        self, sample: int, addresses: Sequence[int], meanwhile: Callable[[], bool]
+    ) -> tuple[int, int, float | None] | None:
+        """Return class, open exit and probability of one sample whose inputs lie there, as soon as they are written.
+
+        None if what is looked at `meanwhile` does not hold.
+        """
+        with self.here():
+            self._launch(sample, addresses)
+            holds = meanwhile()
+            self.program.wait(lambda: UNKNOWN not in self.first.tolist())  # quicker than by NumPy
+            prediction, open_index, *rest = self.first.tolist()
+            self._check_answered(self.first[1:2])
+        return (prediction, open_index, float(self.first.view(np.float64)[2]) if rest else None) if holds else None
+
+    def _launch(self, samples: Integers | int, addresses: Sequence[int]) -> None:
+        """Let a batch run, or one sample, whose inputs lie there."""
+        if self.is_running:  # it was left, as by an interrupt
+            self.program.finish()
+        self.is_running, count = True, 1 if isinstance(samples, int) else len(samples)
+        self.written[:count] = UNKNOWN
+        self.given[1], self.given[self.places : self.places + count] = count, samples
+        self.addresses[:] = addresses
+        self.program.launch()
+
+    def _check_answered(self, exits: Integers) -> None:
+        """Check that what has run has written answers: open exits are enough."""
+        self.is_running = False
+        if (exits == UNKNOWN).any():
+            raise AlightError(
+                'the device has ended a batch without its answers: run with decide="host", and report what network it'
+                " was"
+            )
 
     def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
         if stage == 0:
@@ -548,16 +595,30 @@ class StreamWalk(DeviceWalk):
             pass
 
     def _run_partial(self, stage: int, count: int) -> None:
-        """Run the last samples of a room as the smallest captured size, at its front; nothing else runs."""
+        """Run the last samples of a room, at its front, in the captured sizes that fit them best; nothing else runs."""
         slot, room = self.launched[stage] % self.slots, self.rooms[stage]
-        if slot:
-            for each in (*room.state, *room.memory, room.samples):
-                each[:count] = each[slot * self.size : slot * self.size + count]
-            self.counts[stage, -1] = self.counts[stage, slot - 1]
-        self.limit.fill_(count)
-        self._launch(stage, min(each for each in self.sizes if each >= count), 0)
+        start, last = slot * self.size, slot - 1  # of the samples, and the slot whose counts are those before
+        for size in self._sizes_for(count):
+            here = min(size, count)
+            if start:
+                for each in (*room.state, *room.memory, room.samples):
+                    each[:here] = each[start : start + here]
+            if last >= 0:
+                self.counts[stage, -1] = self.counts[stage, last]
+            self.limit.fill_(here)
+            self._launch(stage, size, 0)
+            self._wait()
+            start, last, count = start + here, 0, count - here
         self.limit.fill_(self.size)
         self.arrived[stage] = self.launched[stage] * self.size  # nobody waits
+
+    def _sizes_for(self, count: int) -> list[int]:
+        """Return the captured sizes in which so many samples run, at most a batch: the quickest together."""
+        whole, below = min(each for each in self.sizes if each >= count), [each for each in self.sizes if each < count]
+        if not below:
+            return [whole]
+        divided = [below[0], *self._sizes_for(count - below[0])]
+        return min([whole], divided, key=lambda sizes: sum(sizes) + FURTHER * len(sizes))
 
     def _take(self) -> Answers:
         """Return the answers that the host knows of and has not taken yet."""
@@ -574,10 +635,17 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if is_other else nullcontext()
 
 
+def laid_out(inputs: State) -> tuple[Any, ...]:
+    """Return shape, memory layout, dtype and device of one sample's inputs; nothing unless all are plain tensors."""
+    if any(type(each) is not Tensor for each in inputs):
+        return ()
+    return tuple([(each.shape, each.stride(), each.dtype, each.device) for each in inputs])
+
+
 def _readable(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return a tensor whose memory a kernel can read from its address on, in words of eight bytes at most."""
+    """Return a tensor whose memory a kernel can read from its address on, in the widest words."""
     tensor = tensor.contiguous(memory_format=layout)
-    return tensor.clone() if tensor.data_ptr() % 8 else tensor
+    return tensor.clone() if tensor.data_ptr() % WIDEST else tensor
 
 
 def _repeated(state: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:

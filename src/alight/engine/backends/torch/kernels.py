@@ -224,14 +224,14 @@ def admit_rows(  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
     source = tl.load(sent + numbers + index).to(tl.pointer_type(target.dtype.element_ty))
     end = tl.load(sent + 1) * words
-    for start in range(program * BLOCK, end, tl.num_programs(0) * BLOCK):
-        here = start + tl.arange(0, BLOCK)
-        tl.store(target + here, tl.load(source + here, mask=here < end), mask=here < end)
-    if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
+    if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled; first, while the others are on their way
         if program == 0:
             for first in range(0, numbers, BLOCK):
                 which = first + tl.arange(0, BLOCK)
                 tl.store(control + which, tl.load(sent + which, mask=which < numbers), mask=which < numbers)
+    for start in range(program * BLOCK, end, tl.num_programs(0) * BLOCK):
+        here = start + tl.arange(0, BLOCK)
+        tl.store(target + here, tl.load(source + here, mask=here < end), mask=here < end)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -326,15 +326,16 @@ def settle_rows(  # type: ignore[no-untyped-def]
             if tl.sum((leaves & here).to(tl.int32), 0) > 0:
                 earlier = tl.load(answered) + tl.sum((leaves & (rows < row)).to(tl.int64), 0)
                 there = answers + 4 * (earlier % ring)
-                tl.store(there, tl.load(samples + row))
+                tl.store(there, tl.load(samples + row), cache_modifier=".wt")
                 if DECIDED:
-                    tl.store(there + 1, tl.load(decided + 2 * row + 1))
+                    tl.store(there + 1, tl.load(decided + 2 * row + 1), cache_modifier=".wt")
                 else:
-                    tl.store(there + 1, tl.load(packed + row * width).to(tl.int64))
+                    tl.store(there + 1, tl.load(packed + row * width).to(tl.int64), cache_modifier=".wt")
                 fine = tl.sum((usable & here).to(tl.int32), 0) > 0
-                tl.store(there + 2, tl.where(fine, stage, -1 - stage).to(tl.int64))
+                tl.store(there + 2, tl.where(fine, stage, -1 - stage).to(tl.int64), cache_modifier=".wt")
                 if PROBABILITY:
-                    tl.store(there + 3, tl.load(packed + row * width + probability).to(tl.int64, bitcast=True))
+                    bits = tl.load(packed + row * width + probability).to(tl.int64, bitcast=True)
+                    tl.store(there + 3, bits, cache_modifier=".wt")
             if row == 0:
                 left = tl.load(answered) + tl.sum(leaves.to(tl.int64), 0)
                 joined = tl.load(arrived) + tl.sum(stays.to(tl.int64), 0)
