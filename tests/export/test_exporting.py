@@ -1,5 +1,7 @@
 """A network is exported whole or not at all, and no file is kept that differs from it."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,7 @@ def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_pat
     rule = Threshold((0.05,), costs=(1.0, 2.0))
     export_model(model, rule, tmp_path / "exported")
     deployed, predictor = (make(rule, tmp_path, model) for make in (_deployed, _predictor))
+    everywhere = [deployed, *([_openvino(rule, tmp_path, model)] if find_spec("openvino") else [])]
     rng = np.random.default_rng(0)
     for count, tokens in ((1, 3), (20, 5), (20, 23)):
         lengths = rng.integers(1, tokens + 1, size=count)
@@ -178,12 +181,23 @@ def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_pat
             "input_ids": rng.integers(0, 50, size=(count, tokens)),
             "attention_mask": (np.arange(tokens) < lengths[:, None]).astype(np.int64),
         }
-        found, expected = deployed(batch), predictor(batch)
-        assert (found.predictions == expected.predictions).all()
-        assert (found.exits == expected.exits).all()
-        np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-5)
-    with pytest.raises(BadInput, match="tokens that the network does not know"):
-        deployed({"input_ids": np.full((1, 4), 50), "attention_mask": np.ones((1, 4), int)})
+        expected = predictor(batch)
+        for each in everywhere:
+            found = each(batch)
+            assert (found.predictions == expected.predictions).all()
+            assert (found.exits == expected.exits).all()
+            np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-5)
+            longer = np.ones((count, tokens + 3), int)
+            with pytest.raises(BadInput, match=f"input_ids has {tokens} tokens and attention_mask {tokens + 3}: give"):
+                each({**batch, "attention_mask": longer})
+            again = each(batch)  # of OpenVINO the former answers came back from then on
+            assert (again.predictions == expected.predictions).all()
+    for each, reason in zip(
+        everywhere, ("tokens that the network does not know", "the index 50, .* has 50 rows"), strict=False
+    ):
+        for count in (1, 3):
+            with pytest.raises(BadInput, match=reason):
+                each({"input_ids": np.full((count, 4), 50), "attention_mask": np.ones((count, 4), int)})
     with pytest.raises(BadInput, match="the batch has 'position_ids', and the network was cut with"):
         deployed({name: np.ones((1, 4), int) for name in ("input_ids", "attention_mask", "position_ids")})
     with pytest.raises(BadInput, match="texts of 600 tokens, and the exported network was seen"):
@@ -192,6 +206,11 @@ def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_pat
 
 def _deployed(rule, tmp_path, _):
     return Predictor.load(tmp_path / "exported", rule, settings=RunSettings(threads=1), probabilities=True)
+
+
+def _openvino(rule, tmp_path, _):
+    settings = RunSettings(threads=1, runtime="openvino")
+    return Predictor.load(tmp_path / "exported", rule, settings=settings, probabilities=True)
 
 
 def _predictor(rule, _, model):

@@ -15,7 +15,7 @@ from exported import folder, images, network, older_exporter, policy, table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, record, replay
+from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, from_timm, record, replay
 from alight.costs import Costs
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import OnnxBackend
@@ -49,8 +49,8 @@ def graphs(place):
     return [onnx.load(place / stage.file).graph for stage in Manifest.load(place).stages]
 
 
-def backend(place, settings=ONE):
-    return exported_backend(place, Manifest.load(place), settings)
+def backend(place, settings=ONE, batch_size=None):
+    return exported_backend(place, Manifest.load(place), settings, batch_size=batch_size)
 
 
 def test_states_cross_as_bytes_with_channels_last_and_logits_stay_floats(int8):
@@ -92,7 +92,7 @@ def test_another_runtime_rounds_otherwise_and_is_refused(int8):
 
 def logits_of(place, inputs, size):
     """Logits of all exits, the inputs run in batches of this size."""
-    stages, found = backend(place, ONE).stages, []
+    stages, found = backend(place, ONE, size).stages, []
     for start in range(0, len(inputs), size):
         state, rows = (inputs[start : start + size],), []
         for stage in stages:
@@ -118,6 +118,30 @@ def test_every_sample_of_a_batch_gets_the_logits_that_it_gets_alone(runtime, tmp
     assert np.abs(logits_of(source, inputs, 1) - alone).max() < 0.2 * np.abs(alone).max()
     for size in (7, 40, len(inputs)):
         assert (logits_of(place, inputs, size) == alone).all()
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_images_that_cannot_be_written_are_taken(runtime, tmp_path):
+    pytest.importorskip(runtime)
+    found = Predictor.load(folder(), settings=RunSettings(threads=1, runtime=runtime))
+    expected = found(images())
+    np.save(tmp_path / "images.npy", images())
+    mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
+    assert (found(mapped).predictions == expected.predictions).all()
+    assert found(mapped[3:4]).predictions[0] == expected.predictions[3]
+
+
+def test_openvino_runs_a_transformer_in_int8_one_by_one_and_in_batches(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model = from_timm("test_vit", num_classes=5, count=1)
+    pictures = np.random.default_rng(0).normal(size=(12, *model.input_spec.image_shape)).astype(np.float32)
+    never = Threshold((np.inf,), costs=(1.0, 2.0), open_exits=(0, 1))
+    source = export_model(model, never, tmp_path / "float", progress=False)
+    place = lower(source, tmp_path / "int8", "int8", [(pictures,)], runtime="openvino")
+    alone = logits_of(place, pictures, 1)
+    for size in (4, 5):
+        assert np.abs(logits_of(place, pictures, size) - alone).max() < 0.05 * np.abs(alone).max()
 
 
 class Passing(nn.Module):
@@ -190,7 +214,7 @@ def test_openvino_hands_images_of_convolutions_on_with_channels_last(precision, 
     if precision == "float32":
         exact = torch.stack(model(torch.from_numpy(images())), dim=1).detach().numpy()
         assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
-    for size in (16, 16, 16, 16, 7):  # a size that recurs has stages of its own
+    for size in (16, 7):
         assert np.abs(logits_of(places[1], images(), size) - found).max() < 1e-5 * np.abs(found).max()
 
 
@@ -233,6 +257,14 @@ def test_bf16_is_for_openvino(tmp_path):
     place = lower(folder(), tmp_path / "bf16", "bfloat16", [], runtime="openvino")
     gaps = np.abs(record(backend(place), images(), progress=False).scores - table().at_exits(OPENED).scores)
     assert 1e-5 < gaps.max() < 0.1
+    assert (logits_of(place, images(), 1) == logits_of(place, images(), 16)).all()
+
+
+def test_ranges_are_those_of_what_the_network_takes(tmp_path):
+    pixels = np.zeros((20, 3, 6, 7), np.uint8)
+    with pytest.raises(BadInput, match=r"samples of uint8, and the network takes input_0 .* give them normalised"):
+        lower(folder(), tmp_path / "int8", "int8", [(pixels,)])
+    assert not (tmp_path / "int8").exists()
 
 
 def test_a_precision_that_is_not_known_is_refused(tmp_path):

@@ -127,8 +127,9 @@ class Predictor:
         if policy is None:
             verified(folder, POLICY, manifest.policy_checksum)
             policy = load_policy(folder / POLICY)
-        permissions = {"allow_mismatch": allow_mismatch, "allow_compiled": allow_compiled}
-        return Predictor(exported_backend(folder, manifest, settings, **permissions), policy, **options)
+        terms: dict[str, Any] = {"allow_mismatch": allow_mismatch, "allow_compiled": allow_compiled}
+        backend = exported_backend(folder, manifest, settings, batch_size=batch_size, **terms)
+        return Predictor(backend, policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
         """Use the policy, if it is one for these stages."""

@@ -215,7 +215,7 @@ def exported_costs(
     """
     settings = settings or RunSettings()
     manifest = Manifest.load(folder)
-    terms: dict[str, Any] = {"allow_mismatch": True, "allow_compiled": True}
+    terms: dict[str, Any] = {"batch_size": batch_size, "allow_mismatch": True, "allow_compiled": True}
     backend = exported_backend(folder, manifest, settings, **terms)
     margins = [Reads(("margin",))] * (len(manifest.stages) - 1)
     backend = backend.with_reads([*margins, Reads(())])

@@ -14,13 +14,14 @@ def exported_backend(
     manifest: Manifest,
     settings: RunSettings,
     *,
+    batch_size: int | None = None,
     allow_mismatch: bool = False,
     allow_compiled: bool = False,
 ) -> Any:
     """Return the backend of a folder that `alight export` wrote: the runtime it was exported for, or another one.
 
-    Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
-    calibrated with one of them and its providers, holds for that one alone.
+    With a batch size it may prepare for full batches. Stages of float32 run by any runtime. In lower precision each
+    rounds otherwise, so that the policy, which was calibrated with one of them and its providers, holds for that alone.
     """
     check_settings(f"{folder} was exported", settings)
     if manifest.format == AOTI:
@@ -41,7 +42,7 @@ def exported_backend(
     if runtime == OPENVINO:
         from alight.engine.backends.openvino import OpenVinoBackend
 
-        return OpenVinoBackend(folder, manifest, settings)
+        return OpenVinoBackend(folder, manifest, settings, batch_size)
     from alight.engine.backends.onnx import OnnxBackend
 
     return OnnxBackend(folder, manifest, settings)
@@ -60,11 +61,11 @@ def _check_rounding(folder: Path, manifest: Manifest, runtime: str, providers: t
     if runtime != manifest.runtime:
         raise Mismatch(
             f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
-            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
+            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True (--allow-mismatch)"
         )
     own, other = (", ".join(dict.fromkeys([*each, "cpu"])) for each in (manifest.providers, providers))
     if own != other:
         raise Mismatch(
             f"{folder} was recorded and calibrated by {own}, and {other} rounds otherwise: export it for that, or"
-            " allow_mismatch=True"
+            " allow_mismatch=True (--allow-mismatch)"
         )

@@ -34,8 +34,10 @@ class OnnxBackend:
     probes = True  # stages are run once when they are loaded, to compare them with those that were exported
     lengths: tuple[int, int] | None = None  # of texts for which it was compared with the network
 
-    def __init__(self, folder: Path, manifest: Manifest, settings: RunSettings | None = None) -> None:
-        self.settings = settings or RunSettings()
+    def __init__(
+        self, folder: Path, manifest: Manifest, settings: RunSettings | None = None, batch_size: int | None = None
+    ) -> None:
+        self.settings, self.batch_size = settings or RunSettings(), batch_size
         self.stages = self._load(folder, manifest)
         self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
         self.inputs, self.exits = exported_spec(folder, manifest), manifest.exits
@@ -58,13 +60,26 @@ class OnnxBackend:
 
     def admit(self, inputs: State) -> State:
         arrays = fitted(inputs, self.inputs)
-        if self.lengths and not self.lengths[0] <= arrays[0].shape[1] <= self.lengths[1]:
-            shortest, longest = self.lengths
-            raise BadInput(
-                f"texts of {arrays[0].shape[1]} tokens, and the exported network was seen to be the original for"
-                f" {shortest} to {longest}: give such texts, or run the network with PyTorch"
-            )
+        if self.lengths:
+            self._check_lengths(arrays, self.lengths)
         return arrays
+
+    def _check_lengths(self, arrays: Sequence[np.ndarray], known: tuple[int, int]) -> None:
+        """Check that texts are as long as their masks, which OpenVINO does not, and no longer than was compared."""
+        tensors = self.inputs.tensors
+        own = [
+            (each.name, array.shape[1]) for each, array in zip(tensors, arrays, strict=True) if None in each.shape[1:2]
+        ]
+        (name, length), *others = own
+        if odd := [each for each in others if each[1] != length]:
+            raise BadInput(
+                f"{name} has {length} tokens and {odd[0][0]} {odd[0][1]}: give every input of a text one length"
+            )
+        if not known[0] <= length <= known[1]:
+            raise BadInput(
+                f"texts of {length} tokens, and the exported network was seen to be the original for {known[0]} to"
+                f" {known[1]}: give such texts, or run the network with PyTorch"
+            )
 
     def pin(self, inputs: State) -> State:
         return inputs
@@ -106,7 +121,7 @@ class Session:
         options = runtime.SessionOptions()
         options.intra_op_num_threads = available_cores() if threads is None else threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3  # errors, which are raised as well
+        options.log_severity_level = 4  # errors are raised
         for key, value in SPIN.items():
             options.add_session_config_entry(key, value)
         chosen = chosen_providers(runtime, providers)

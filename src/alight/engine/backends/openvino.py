@@ -1,7 +1,6 @@
 """Stages that OpenVINO runs, on NumPy arrays."""
 
 import io
-from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,6 @@ ELEMENTWISE = (
     *("Maximum", "Minimum", "Mish", "Multiply", "Power", "PRelu", "Relu", "Sigmoid", "SoftPlus", "Subtract", "Swish"),
     "Tanh",
 )
-RECURS, SIZES = 3, 3  # batches of one size after which stages are compiled for it, and how many sizes there are
 
 
 class OpenVinoBackend(OnnxBackend):
@@ -52,7 +50,7 @@ class OpenVinoBackend(OnnxBackend):
         given, turned = manifest.inputs, frozenset[str]()
         for stage in manifest.stages:
             content, name = verified(folder, stage.file, stage.checksum), f"{folder / stage.file}"
-            stages.append(Compiled(core, content, name, config, given, stage.carries, turned))
+            stages.append(Compiled(core, content, name, config, given, stage.carries, turned, self.batch_size))
             given, turned = stage.carries, stages[-1].turned
         return stages
 
@@ -64,7 +62,7 @@ class OpenVinoBackend(OnnxBackend):
 class Compiled:
     """One stage, compiled for batches of any size, and once more for single samples; each when it is first needed.
 
-    Where images cross cuts it is compiled for other sizes that recur, too: only then nothing is copied there.
+    Where images cross cuts it is compiled for full batches, too: only for known sizes nothing is copied there.
     """
 
     def __init__(
@@ -76,6 +74,7 @@ class Compiled:
         takes: Sequence[TensorSpec],
         gives: Sequence[TensorSpec],
         turned: Collection[str],
+        batch_size: int | None,
     ) -> None:
         check_whole(content, name)
         self._core, self._name, self._config = core, name, config
@@ -83,43 +82,43 @@ class Compiled:
             self._model = core.read_model(io.BytesIO(content))
             names = [each.name for each in takes]
             self._read = [names.index(each.any_name) for each in self._model.inputs]  # others no node reads
+            self._tables = {names.index(name): rows for name, rows in _rows_looked_up(self._model).items()}
             _widen_sums(self._model)
             _take_channels_last(self._model, turned)
             self.turned = _give_channels_last(self._model, {each.name for each in gives})
         except Exception as error:
             problem = f"OpenVINO cannot load it ({first_line(error)})"
             raise BadFile(name, problem, "upgrade openvino, or run it by onnxruntime") from error
-        self._recurring = Counter[int]() if turned or self.turned else None
+        is_exact = config[PRECISION] == "f32"  # in bf16, kernels for known sizes round otherwise
+        self._alone = 1 if is_exact else None
+        self._full = batch_size if is_exact and (turned or self.turned) else None
         self._compiled: dict[int | None, Any] = {}  # by the size of batches; None: any
         self._requests = local()  # each thread has its own: a request runs once at a time
 
     def __call__(self, state: State) -> tuple[np.ndarray, State]:
         """Return the logits and the next state, in memory of their own."""
-        logits, *others = (np.array(each.data) for each in self._run(state, self._size(len(state[0]))))
+        size = self._full if len(state[0]) == self._full else None
+        logits, *others = (np.array(each.data) for each in self._run(state, size))
         return logits, tuple(others)
 
     def run_one(self, state: State) -> tuple[np.ndarray, State]:
         """Return the logits and the next state of a single sample, in memory that the next sample overwrites."""
-        logits, *others = self._run(state, 1)
+        logits, *others = self._run(state, self._alone)
         return logits.data, tuple(others)
-
-    def _size(self, size: int) -> int | None:
-        """Return for what size of batches a batch of this one is run."""
-        if self._recurring is None or size == 0:
-            return None
-        self._recurring[size] += 1
-        if size in self._compiled or (self._recurring[size] >= RECURS and len(self._compiled) < SIZES):
-            return size
-        return None
 
     def _run(self, state: State, size: int | None) -> Sequence[Any]:
         run: Bound | None = getattr(self._requests, str(size), None)
         if run is None:
             run = Bound(self._request(size))
             setattr(self._requests, str(size), run)
+        for place, rows in self._tables.items():
+            indices = state[place] if isinstance(state[place], np.ndarray) else state[place].data
+            if (last := int(indices.max())) >= rows:
+                raise BadInput(f"an input holds the index {last}, and the network's table has {rows} rows: give others")
         try:
             return run([state[place] for place in self._read])
         except Exception as error:
+            setattr(self._requests, str(size), None)
             raise BadInput(refusal(self._name, state[0].shape[0], error)) from error
 
     def _request(self, size: int | None) -> Any:
@@ -127,7 +126,14 @@ class Compiled:
             model = self._model if size is None else self._model.clone()
             if size is not None:
                 model.reshape({each: [size, *[*each.partial_shape][1:]] for each in model.inputs})
-            self._compiled[size] = self._core.compile_model(model, "CPU", self._config)
+            try:
+                self._compiled[size] = self._core.compile_model(model, "CPU", self._config)
+            except RuntimeError as error:
+                if size is None:
+                    problem = f"OpenVINO cannot compile it ({first_line(error)})"
+                    raise BadFile(self._name, problem, "upgrade openvino, or export it for onnxruntime") from error
+                self._request(None)  # some networks are compiled for any size alone
+                self._compiled[size] = self._compiled[None]
         return self._compiled[size].create_infer_request()
 
 
@@ -153,6 +159,22 @@ class Bound:
             return self._outputs
         self._outputs = [request.get_output_tensor(index) for index in self._results]
         return self._outputs
+
+
+def _rows_looked_up(model: Any) -> dict[str, int]:
+    """Return how many rows the table has that an input is indices of, by input: for others OpenVINO reads zeros."""
+    found: dict[str, int] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Gather":
+            continue
+        index, axis = node.input_value(1), node.input_value(2).get_node()
+        while index.get_node().get_type_name() == "Convert":
+            index = index.get_node().input_value(0)
+        if index.get_node().get_type_name() == "Parameter" and axis.get_type_name() == "Constant":
+            rows = node.input_value(0).get_partial_shape()[int(axis.get_vector()[0])]
+            if rows.is_static:
+                found[index.any_name] = min(rows.get_length(), found.get(index.any_name, rows.get_length()))
+    return found
 
 
 def _take_channels_last(model: Any, turned: Collection[str]) -> None:
@@ -249,4 +271,5 @@ def _core() -> Any:
 
 
 def _tensor(array: np.ndarray) -> Any:
-    return openvino_library().Tensor(np.ascontiguousarray(array), shared_memory=True)
+    array = np.ascontiguousarray(array)
+    return openvino_library().Tensor(array, shared_memory=array.flags.writeable)  # it takes no others without a copy
