@@ -194,6 +194,14 @@ def test_doubles_stay_doubles_where_the_network_takes_them():
     assert as_inputs(np.zeros((2, 4)), NOTHING)[0].dtype == np.float32
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "longdouble", ">f2"])
+def test_floats_of_any_kind_are_taken(dtype):
+    for spec in (SPEC, NOTHING):
+        found = as_tensor(as_inputs(TAKEN.numpy().astype(dtype), spec)[0])
+        assert found.dtype in (torch.float32, torch.float16)
+        assert torch.allclose(found.float(), TAKEN, atol=2e-3)
+
+
 def test_numbers_in_lists_are_one_input_and_arrays_in_a_list_are_several():
     assert as_inputs([[0.5, 1.0], [2.0, 3.0]], NOTHING)[0].tolist() == [[0.5, 1.0], [2.0, 3.0]]
     assert len(as_inputs([np.zeros((2, 3)), torch.zeros(2, 5)], NOTHING)) == 2
@@ -298,6 +306,10 @@ BAD = {
     "other sizes for a graph": (
         lambda: fitted(as_inputs(TAKEN[..., :4], SPEC), SPEC),
         r"shape \(40, 1, 8, 4\), and the network takes input_0 of shape \(samples, 1, 8, 8\), float32",
+    ),
+    "tokens that do not fit": (
+        lambda: fitted((np.array([[1, 2**32 + 5]]),), InputSpec((TensorSpec("tokens", (None, None), "int32"),))),
+        "an array of int64 with 4294967301, and the network takes tokens",
     ),
     "names for one tensor": (
         lambda: as_inputs({"a": TAKEN, "b": TAKEN}, SPEC),

@@ -51,6 +51,13 @@ def test_a_missing_file_is_named(copied):
         Predictor.load(copied)
 
 
+def test_a_folder_in_place_of_a_stage_is_named(copied):
+    (copied / "stage_2.onnx").unlink()
+    (copied / "stage_2.onnx").mkdir()
+    with pytest.raises(BadFile, match=r"stage_2\.onnx: it cannot be read \(Is a directory\)"):
+        Predictor.load(copied)
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(BadFile, match=r"it has no manifest\.json; give a folder that `alight export` wrote"):
         Predictor.load(tmp_path)

@@ -143,7 +143,8 @@ def _kind(inputs: Any, spec: InputSpec) -> tuple[Any, Arrays]:
 def _is_ready(inputs: Any) -> bool:
     """Return whether it is a batch in single precision or, of tensors, less."""
     if type(inputs) is np.ndarray:
-        return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
+        is_single = inputs.dtype.char == "f" and inputs.dtype.isnative
+        return bool(is_single and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
     return bool(inputs.is_floating_point() and inputs.itemsize < 8 and inputs.ndim and inputs.shape[0])
 
 
@@ -539,15 +540,17 @@ def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
 def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
     """Return one input: bytes of images normalised, numbers in the dtype that the network takes."""
     array: Any = value if is_tensor(value) else as_array(value)
+    if not is_tensor(array) and not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if is_pixels(array, spec):
         return image_batch(array, spec)
     floats = "float" in str(array.dtype)
     if own is None:
-        single = floats and array.itemsize == 8 and not is_tensor(array)
+        single = floats and array.itemsize >= 8 and not is_tensor(array)
     elif floats and "float" not in own.dtype:
         raise BadInput(f"an array of {str(array.dtype).removeprefix('torch.')}, and the network takes {own}")
     else:
-        single = "float" in own.dtype and own.dtype != "float64" and (not floats or array.itemsize == 8)
+        single = "float" in own.dtype and own.dtype != "float64" and (not floats or array.itemsize >= 8)
     if single:  # the precision of networks
         array = array.float() if is_tensor(array) else array.astype(np.float32)
     return array if is_tensor(array) else np.asarray(array, order="C")
@@ -578,7 +581,9 @@ def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
     if array.dtype != own.dtype:
         if not np.can_cast(array.dtype, own.dtype, casting="same_kind"):
             raise BadInput(f"an array of {array.dtype}, and the network takes {own}")
-        array = array.astype(own.dtype)
+        given, array = array, array.astype(own.dtype)
+        if array.dtype.kind in "iu" and (given != array).any():
+            raise BadInput(f"an array of {given.dtype} with {given[given != array][0]}, and the network takes {own}")
     return np.ascontiguousarray(array)
 
 

@@ -149,6 +149,8 @@ def verified(folder: Path, file: str, expected: str) -> bytes:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise BadFile(folder, f"its manifest names {file}, which is not there", "export the network again") from error
+    except OSError as error:
+        raise BadFile(path, f"it cannot be read ({error.strerror})", "export the network again") from error
     if (found := checksum(content)) != expected:
         raise BadFile(
             path, f"it was changed or damaged (SHA-256 {found}, the manifest says {expected})", "export it again"

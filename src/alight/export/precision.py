@@ -82,9 +82,12 @@ def lower(
         levels: Of every stage, one of `LEVELS[precision]`; none: the first.
     """
     manifest = Manifest.load(source)
-    _check(manifest, precision, runtime)
+    check_precision(precision, runtime)
+    if manifest.format != ONNX or manifest.precision != FLOAT32:
+        raise BadInput(f"stages of {manifest.format} in {manifest.precision}: give a folder of ONNX in float32")
     check_loses_nothing(folder)
     levels = _checked_levels(levels, precision, manifest)
+    _check_kinds(samples, manifest.inputs)
     states = [part for batch in samples for part in _parts(fitted(batch, manifest.input_spec))]
     _check_samples(states, precision)
     with whole_folder(folder) as filling:
@@ -155,13 +158,12 @@ def probed(manifest: Manifest, folder: Path) -> Manifest:
     return replace(manifest, stages=tuple(made))
 
 
-def _check(manifest: Manifest, precision: str, runtime: str) -> None:
+def check_precision(precision: str, runtime: str) -> None:
+    """Raise unless a runtime runs exported stages in this precision."""
     if precision not in LEVELS:
         raise BadInput(f"there is no precision {precision!r}: choose {', '.join(LEVELS)}")
     if runtime not in (ONNXRUNTIME, OPENVINO):
         raise BadInput(f"{runtime!r} does not run exported stages: choose {ONNXRUNTIME} or {OPENVINO}")
-    if manifest.format != ONNX or manifest.precision != FLOAT32:
-        raise BadInput(f"stages of {manifest.format} in {manifest.precision}: give a folder of ONNX in float32")
     if precision == BFLOAT16 and runtime != OPENVINO:
         raise BadInput(
             f"{runtime} has no bf16 arithmetic on processors: choose runtime='{OPENVINO}', or float16 for files of half"
@@ -184,6 +186,15 @@ def _check_samples(states: Sequence[State], precision: str) -> None:
         raise BadInput("the ranges of int8 are those of samples, and there are none: give some tens")
     if any(first_unusable(each) is not None for each in states):
         raise BadInput("a sample holds NaN, infinity or a negative index, of which int8 has no range: leave it out")
+
+
+def _check_kinds(samples: Sequence[State], inputs: Sequence[TensorSpec]) -> None:
+    """Check that no pixels are given to a network of floats: ranges would be those of other numbers."""
+    for array, own in (pair for batch in samples for pair in zip(batch, inputs, strict=False)):
+        if own.dtype.startswith("float") and "float" not in str(array.dtype):
+            raise BadInput(
+                f"samples of {array.dtype}, and the network takes {own}: give them normalised, as it takes them"
+            )
 
 
 def _parts(samples: State) -> list[State]:

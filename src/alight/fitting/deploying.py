@@ -191,11 +191,14 @@ class Deployment:
         progress: bool,
         original: HeadOutputs | None = None,
     ) -> None:
+        from alight.export.precision import check_precision
+
         self.model, self.data, self.precision, self.settings = model, data, precision, settings
         self.batch_size, self.folder, self.steps = batch_size, folder, Steps(progress, "deploy")
         self.runtime = settings.runtime or ONNXRUNTIME
         if self.runtime == TORCH:
             raise BadInput(f"a deployed folder runs without PyTorch: choose runtime='{ONNXRUNTIME}' or '{OPENVINO}'")
+        check_precision(precision, self.runtime)
         if batch_size < 1:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
         if isinstance(data, Iterator):
@@ -376,8 +379,6 @@ class Deployment:
     def _known_levels(self) -> Sequence[str]:
         from alight.export.precision import LEVELS
 
-        if self.precision not in LEVELS:
-            raise BadInput(f"there is no precision {self.precision!r}: choose {', '.join(LEVELS)}")
         return LEVELS[self.precision]
 
     def _levels_for(self, opened: tuple[int, ...]) -> list[str]:
