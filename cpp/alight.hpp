@@ -277,26 +277,31 @@ class Runtime {
   const Handle* table_ = nullptr;
 };
 
-inline size_t bytes_of(const std::string& dtype) {
-  static const std::map<std::string, size_t> sizes{{"float32", 4}, {"uint8", 1}, {"int8", 1}, {"int32", 4},
-                                                   {"int64", 8},   {"bool", 1},  {"float64", 8}};
-  auto found = sizes.find(dtype);
-  if (found == sizes.end()) throw Error("tensors of " + dtype + " are not known here: run the network in Python");
-  return found->second;
-}
+struct ElementType {
+  const char* name;
+  size_t bytes;  // of one number; 0 where it is not read here
+};
+
+// Element types by ONNX's codes, which are their places.
+constexpr std::array<ElementType, 17> ELEMENT_TYPES{{{"no tensor", 0}, {"float32", 4}, {"uint8", 1}, {"int8", 1},
+                                                     {"uint16", 0}, {"int16", 0}, {"int32", 4}, {"int64", 8}, {"text", 0},
+                                                     {"bool", 1}, {"float16", 0}, {"float64", 8}, {"uint32", 0},
+                                                     {"uint64", 0}, {"complex64", 0}, {"complex128", 0}, {"bfloat16", 0}}};
 
 inline int code_of(const std::string& dtype) {
-  static const std::map<std::string, int> codes{{"float32", 1}, {"uint8", 2}, {"int8", 3},    {"int32", 6},
-                                                {"int64", 7},   {"bool", 9},  {"float64", 11}};
-  return codes.at(dtype);
+  for (size_t code = 0; code < ELEMENT_TYPES.size(); ++code)
+    if (ELEMENT_TYPES[code].bytes && ELEMENT_TYPES[code].name == dtype) return static_cast<int>(code);
+  throw Error("tensors of " + dtype + " are not known here: run the network in Python");
 }
+
+inline size_t bytes_of(const std::string& dtype) { return ELEMENT_TYPES[static_cast<size_t>(code_of(dtype))].bytes; }
 
 struct Spec {  // of a tensor: -1 stands for a size that may differ
   std::string name, dtype;
   std::vector<int64_t> shape;
   explicit Spec(const Json& content) : name(content["name"].text()), dtype(content["dtype"].text()) {
     for (const Json& size : content["shape"].items) shape.push_back(size.is_null() ? -1 : size.integer());
-    bytes_of(dtype);
+    code_of(dtype);
     bool usable = !shape.empty() && shape[0] == -1;
     for (size_t axis = 1; axis < shape.size(); ++axis)
       usable = usable && (content["shape"].items[axis].is_null() || shape[axis] > 0);
@@ -380,12 +385,13 @@ class Session {
                                                            options, &session_);
     read_names(30, 36, inputs_);
     read_names(31, 37, outputs_);
+    for (size_t index = 0; index < outputs_.size(); ++index) types_.push_back(output_type(index));
   }
   Session(const Session&) = delete;
   ~Session() { runtime_.release(95, session_); }
 
   size_t takes() const { return inputs_.size(); }
-  size_t gives() const { return outputs_.size(); }
+  const std::vector<int>& gives() const { return types_; }  // element types of the outputs, by ONNX's codes
   State operator()(const State& state) const {
     std::vector<const char*> inputs = pointers(inputs_), outputs = pointers(outputs_);
     std::vector<void*> given, made(outputs.size(), nullptr);
@@ -408,6 +414,16 @@ class Session {
       runtime_.call<void*, void*>(76, runtime_.allocator, name);
     }
   }
+  int output_type(size_t index) const {
+    void* info = nullptr;
+    const void* tensor = nullptr;  // stays null where the output is a list or a map
+    int code = 0;
+    runtime_.call<void*, size_t, void**>(34, session_, index, &info);
+    std::unique_ptr<void, std::function<void(void*)>> kept(info, [&](void* each) { runtime_.release(98, each); });
+    runtime_.call<const void*, const void**>(55, info, &tensor);
+    if (tensor) runtime_.call<const void*, int*>(60, tensor, &code);
+    return code;
+  }
   static std::vector<const char*> pointers(const std::vector<std::string>& names) {
     std::vector<const char*> made;
     for (const std::string& each : names) made.push_back(each.c_str());
@@ -416,6 +432,7 @@ class Session {
   const Runtime& runtime_;
   void* session_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
+  std::vector<int> types_;
 };
 
 // ---------------------------------------------------------------------------------------------- scores and policies
@@ -673,10 +690,27 @@ class Predictor {
     for (int64_t each : opened) whole = whole && each >= 0 && each < static_cast<int64_t>(exits.size());
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       const std::vector<Spec>& given = stage ? carried_[stage - 1] : inputs;
-      whole = whole && stages_[stage]->takes() == given.size() && stages_[stage]->gives() == carried_[stage].size() + 1;
+      whole = whole && stages_[stage]->takes() == given.size() && stages_[stage]->gives().size() == carried_[stage].size() + 1;
     }
     if (!whole) throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
+    for (size_t stage = 0; stage < stages_.size(); ++stage)
+      check_types(manifest["stages"].items[stage]["file"].text(), stages_[stage]->gives(), carried_[stage]);
     probe(folder, manifest);
+  }
+
+  // Refuses a stage whose numbers would be read as those of another type.
+  static void check_types(const std::string& file, const std::vector<int>& given, const std::vector<Spec>& carried) {
+    auto name = [](int code) {
+      size_t place = static_cast<size_t>(code);
+      return place < ELEMENT_TYPES.size() ? ELEMENT_TYPES[place].name : "type " + std::to_string(code) + " of ONNX";
+    };
+    if (given[0] != code_of("float32"))
+      throw Error(file + " gives logits of " + name(given[0]) + ", and float32 is read here: let the network end in" +
+                  " .float() and export it again, or run the folder in Python");
+    for (size_t each = 0; each < carried.size(); ++each)
+      if (given[each + 1] != code_of(carried[each].dtype))
+        throw Error(file + " gives " + carried[each].name + " of " + name(given[each + 1]) + ", and the manifest says " +
+                    carried[each].dtype + ": export the network again");
   }
 
   template <class T>

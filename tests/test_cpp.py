@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from commands import shared_folder
-from exported import drawn, folder, images, network, policy
+from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
@@ -248,6 +248,33 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     assert "attention_mask has another shape" in answers[1]
     assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
     assert "holds a negative token" in answers[3]
+
+
+class Double(nn.Linear):
+    """A head that ends in double precision, as a network that ends in `.double()`."""
+
+    def forward(self, values):
+        return super().forward(values).double()
+
+
+def test_a_stage_of_other_element_types_is_refused(program, tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), Double(8, 3)])
+    with older_exporter():
+        rule = Threshold((0.5,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "double", example=torch.zeros(2, 4), progress=False)
+    done, _ = decided(program, place, np.ones((5, 4), dtype=np.float32), tmp_path)
+    assert "stage_1.onnx gives logits of float64, and float32 is read here: let the network end" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    place = with_changed(
+        folder(),
+        "manifest.json",
+        lambda content: content["stages"][1]["carries"][1].update(dtype="int32"),
+        tmp_path / "carried",
+    )
+    done, _ = decided(program, place, images()[:3], tmp_path)
+    assert "of float32, and the manifest says int32: export the network again" in done.stderr
+    assert done.returncode == 1
 
 
 @pytest.mark.slow
