@@ -16,6 +16,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -309,13 +310,18 @@ struct Spec {  // of a tensor: -1 stands for a size that may differ
   }
 };
 
+inline size_t count_of(const std::vector<int64_t>& shape) {
+  size_t made = 1;
+  for (int64_t size : shape) made *= static_cast<size_t>(size);
+  return made;
+}
+
 // A tensor with one row per sample, in memory of its own or of somebody else.
 class Tensor {
  public:
   Tensor(const Runtime& runtime, const std::string& dtype, std::vector<int64_t> shape, const void* given = nullptr)
       : runtime_(&runtime), shape_(std::move(shape)) {
-    size_t bytes = bytes_of(dtype);
-    for (int64_t size : shape_) bytes *= static_cast<size_t>(size);
+    size_t bytes = bytes_of(dtype) * count_of(shape_);
     if (!given) own_ = std::shared_ptr<char[]>(new char[bytes]);
     data_ = given ? const_cast<char*>(static_cast<const char*>(given)) : own_.get();
     runtime.call<void*, void*, size_t, const int64_t*, size_t, int, void**>(
@@ -733,8 +739,7 @@ class Predictor {
         if (given[index].shape[1] < lengths_[0] || given[index].shape[1] > lengths_[1])
           throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +
                       std::to_string(lengths_[0]) + " to " + std::to_string(lengths_[1]) + ": give such texts");
-      size_t numbers = 1;
-      for (int64_t size : given[index].shape) numbers *= static_cast<size_t>(size);
+      size_t numbers = count_of(given[index].shape);
       const float* values = spec.dtype == "float32" ? static_cast<const float*>(given[index].data) : nullptr;
       for (size_t each = 0; values && each < numbers; ++each)
         if (!std::isfinite(values[each])) throw Error("an input holds NaN or infinity: some operators would swallow it");
@@ -747,32 +752,56 @@ class Predictor {
     return state;
   }
 
-  // Checks that the stages compute here what they did where they were exported, on a sample that is made alike.
+  // One sample that is made as `probe_inputs` of Python makes it: floats from -2 to 2, tokens 0 and 1, nothing masked.
+  static std::vector<char> probe_values(const Spec& spec, size_t numbers) {
+    const double golden = (std::sqrt(5.0) - 1) / 2;
+    const std::string& name = spec.name;
+    constexpr size_t ENDING = 12;  // letters of "padding_mask"
+    bool padding = name.size() >= ENDING && name.compare(name.size() - ENDING, ENDING, "padding_mask") == 0;
+    size_t bytes = bytes_of(spec.dtype);
+    std::vector<char> made(numbers * bytes);
+    for (size_t each = 0; each < numbers; ++each) {
+      double wide = 4 * std::fmod(golden * static_cast<double>(each), 1.0) - 2;
+      float single = static_cast<float>(wide);
+      int64_t whole = name == "attention_mask" ? 1 : padding ? 0 : each % 2;  // its first bytes are the smaller types
+      const void* from = spec.dtype == "float32" ? static_cast<const void*>(&single) : &whole;
+      std::memcpy(&made[each * bytes], spec.dtype == "float64" ? &wide : from, bytes);
+    }
+    return made;
+  }
+
+  // Checks that the stages compute here what they did where they were exported.
   void probe(const std::string& folder, const Json& manifest) const {
-    if (manifest["stages"].items.back()["probe"].items.empty() || inputs.size() != 1 || inputs[0].dtype != "float32") return;
-    std::vector<int64_t> shape = inputs[0].shape;
-    shape[0] = 1;
-    if (*std::min_element(shape.begin(), shape.end()) < 0) return;
-    size_t numbers = 1;
-    for (int64_t size : shape) numbers *= static_cast<size_t>(size);
-    std::vector<float> values(numbers);
-    double golden = (std::sqrt(5.0) - 1) / 2;
-    for (size_t each = 0; each < numbers; ++each)
-      values[each] = static_cast<float>(4 * std::fmod(golden * static_cast<double>(each), 1.0) - 2);
-    State state = admitted({{values.data(), shape}});
+    constexpr int64_t TOKENS = 7;  // and every other size that may differ
+    const std::vector<Json>& stages = manifest["stages"].items;
+    if (stages.back()["probe"].items.empty()) return;
+    State state;
+    std::vector<std::vector<char>> values;
+    for (const Spec& spec : inputs) {
+      std::vector<int64_t> shape = spec.shape;
+      std::replace(shape.begin(), shape.end(), int64_t{-1}, TOKENS);
+      shape[0] = 1;
+      values.push_back(probe_values(spec, count_of(shape)));
+      state.emplace_back(*runtime_, spec.dtype, shape, values.back().data());
+    }
     double allowed = manifest["precision"].text() == "int8" ? 0.05 : 1e-3;
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       State made = (*stages_[stage])(state);
-      std::vector<double> wanted = manifest["stages"].items[stage]["probe"].numbers();
+      std::vector<double> wanted = stages[stage]["probe"].numbers();
       if (static_cast<int64_t>(wanted.size()) > made[0].shape().back())
         throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
-      double gap = 0, largest = 1e-2;
+      double largest = 1e-2, gap = 0;
       for (size_t each = 0; each < wanted.size(); ++each) {
-        gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
+        double difference = std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each]));
+        gap = gap >= difference || std::isnan(gap) ? gap : difference;  // NaN stays
         largest = std::max(largest, std::abs(wanted[each]));
       }
-      if (!std::isfinite(gap) || gap > allowed * largest)
-        throw Error(folder + " gives other logits here than where it was exported: export the network on such a machine");
+      if (!(gap / largest <= allowed)) {
+        std::array<char, 64> text{};
+        std::snprintf(text.data(), text.size(), "(by %.2g of the largest, %g allowed)", gap / largest, allowed);
+        throw Error(folder + "/" + stages[stage]["file"].text() + " gives other logits here than where it was exported " +
+                    text.data() + ": export the network on such a machine");
+      }
       made.erase(made.begin());
       state = std::move(made);
     }

@@ -230,7 +230,28 @@ class Words(nn.Module):
         self.layer = nn.Embedding(10, 6) if embeds else nn.Linear(6, 6)
 
     def forward(self, values, mask):
-        return self.layer(values) * mask[..., None], mask
+        return self.layer(values) * (~mask if mask.dtype == torch.bool else mask)[..., None], mask
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.bool)])
+def test_texts_are_compared_with_the_logits_of_the_export(mask, program, tmp_path):
+    name = "key_padding_mask" if mask.dtype == torch.bool else "attention_mask"
+    example = {"input_ids": torch.ones(2, 8, dtype=torch.int64), name: mask}
+    heads = [TokenHead((8, 6), 3) for _ in range(2)]
+    model = MultiExitModel([Words(True), Words(False)], heads, input_names=(*example,)).eval()
+    with older_exporter():
+        place = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "texts", example=example)
+    done, _ = decided(program, place, images(), tmp_path)
+    assert "1 inputs, and the network takes 2" in done.stderr  # which is looked at once the stages are loaded
+    place = with_changed(place, "manifest.json", move_probe, tmp_path / "moved")
+    done, _ = decided(program, place, images(), tmp_path)
+    assert "moved/stage_1.onnx gives other logits here than where it was exported (by " in done.stderr
+    assert done.returncode == 1
+
+
+def move_probe(content):
+    """Let the manifest expect a logit that the network does not give."""
+    content["stages"][1]["probe"][0] += 0.1
 
 
 def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_path):
