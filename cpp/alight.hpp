@@ -406,6 +406,9 @@ class Session {
         9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
     State found;
     for (void* each : made) found.emplace_back(runtime_, each);
+    bool fits = found[0].shape().size() == 2 && found[0].shape()[1] > 0;
+    for (const Tensor& each : found) fits = fits && !each.shape().empty() && each.shape()[0] == state[0].shape()[0];
+    if (!fits) throw Error("a stage does not give a row of logits for each sample: export the network again");
     return found;
   }
 
@@ -696,7 +699,8 @@ class Predictor {
     for (int64_t each : opened) whole = whole && each >= 0 && each < static_cast<int64_t>(exits.size());
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       const std::vector<Spec>& given = stage ? carried_[stage - 1] : inputs;
-      whole = whole && stages_[stage]->takes() == given.size() && stages_[stage]->gives().size() == carried_[stage].size() + 1;
+      whole = whole && !given.empty() && stages_[stage]->takes() == given.size();
+      whole = whole && stages_[stage]->gives().size() == carried_[stage].size() + 1;
     }
     if (!whole) throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
     for (size_t stage = 0; stage < stages_.size(); ++stage)

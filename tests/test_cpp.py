@@ -298,6 +298,33 @@ def test_a_stage_of_other_element_types_is_refused(program, tmp_path):
     assert done.returncode == 1
 
 
+def test_logits_that_are_not_rows_are_refused(program, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    float32, make = onnx.TensorProto.FLOAT, onnx.helper.make_tensor_value_info
+    for name, axes in (("one", [0]), ("none", [1, 2, 3])):  # logits of one sample for all, no classes
+        place = shutil.copytree(folder(), tmp_path / name)
+        nodes = [
+            onnx.helper.make_node("ReduceMax", ["images"], ["logits"], axes=axes, keepdims=0),
+            onnx.helper.make_node("Identity", ["images"], ["carried"]),
+        ]
+        outputs = [make("logits", float32, None), make("carried", float32, None)]
+        graph = onnx.helper.make_graph(nodes, "stage", [make("images", float32, [None, 3, 6, 7])], outputs)
+        opset = [onnx.helper.make_opsetid("", 17)]
+        content = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+        replace_stage(place, "stage_0.onnx", content)
+        done, _ = decided(program, place, images()[:3], tmp_path)
+        assert "a stage does not give a row of logits for each sample: export the network again" in done.stderr
+        assert done.returncode == 1
+
+
+def replace_stage(place, file, content):
+    """Write another stage into a folder, with its checksum."""
+    (place / file).write_bytes(content)
+    manifest = json.loads((place / "manifest.json").read_text())
+    next(each for each in manifest["stages"] if each["file"] == file)["checksum"] = checksum(content)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
 def test_cmake_builds_the_example(tmp_path):
