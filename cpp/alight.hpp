@@ -226,14 +226,24 @@ inline std::string verified(const std::string& folder, const std::string& file, 
   return content;
 }
 
+// Where a Protobuf number below 128 starts that ends before `end`, however long it is written, or npos. What does not
+// fit into 32 bits is dropped from the fifth byte of a tag, though not of a length.
+inline size_t varint_start(const std::string& content, size_t end, char value, bool tag) {
+  if (end == 0 || end == std::string::npos) return std::string::npos;
+  size_t at = end - 1;
+  char last = content[at];
+  if (last == value) return at;
+  while (at > 0 && content[at - 1] == '\x80') --at;
+  bool padded = last == 0 || (tag && end - 1 - at == 3 && (last & 0x8F) == 0);
+  return padded && at > 0 && content[at - 1] == static_cast<char>(value | 0x80) ? at - 1 : std::string::npos;
+}
+
 // Refuses a stage that reads its weights from another file: a Protobuf field 1 with the text "location".
 inline void check_whole(const std::string& content, const std::string& name) {
   const std::string key = "location";
-  for (size_t at = content.find(key, 2); at != std::string::npos; at = content.find(key, at + 1)) {
-    char length = content[at - 1], tag = content[at - 2];
-    if ((length == 8 && tag == 10) || length == 0)  // 0 ends a length that is written longer than needed
+  for (size_t at = content.find(key); at != std::string::npos; at = content.find(key, at + 1))
+    if (varint_start(content, varint_start(content, at, 8, false), 10, true) != std::string::npos)
       throw Error(name + " names another file for its weights, which nothing verifies: export it in one file");
-  }
 }
 
 // ---------------------------------------------------------------------------------------------- ONNX Runtime

@@ -16,6 +16,7 @@ from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
+from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
 from alight.networks.heads import TokenHead
@@ -296,6 +297,24 @@ def test_a_stage_of_other_element_types_is_refused(program, tmp_path):
     done, _ = decided(program, place, images()[:3], tmp_path)
     assert "of float32, and the manifest says int32: export the network again" in done.stderr
     assert done.returncode == 1
+
+
+def test_weights_elsewhere_are_found_however_protobuf_writes_them(program, tmp_path):
+    padded = b"\x8a\x80\x80\x80"  # to five bytes with the next one, whose upper bits Protobuf drops in a tag
+    tags = [b"\x0a", b"\x8a\x00", b"\x8a\x80\x80\x00", padded + b"\x00", padded + b"\x10", padded + b"\x70"]
+    lengths = [b"\x08", b"\x88\x00", b"\x88\x80\x80\x00"]
+    other_tags = [padded + b"\x01", b"\x8a\x80\x10", b"\x8a", b"\x80\x00", b"\x0b", b"\x00", b""]
+    other_lengths = [b"\x88\x80\x80\x80\x10", b"\x88", b"\x00", b"\x09", b""]
+    read = [(tag, b"\x08") for tag in tags] + [(tag, each) for tag in tags[:2] for each in lengths]
+    other = [(tag, b"\x08") for tag in other_tags] + [(b"\x0a", each) for each in other_lengths]
+    place = shutil.copytree(folder(), tmp_path / "changed")
+    for tag, length in read + other:
+        content = tag + length + b"location"
+        replace_stage(place, "stage_0.onnx", content)
+        done, _ = decided(program, place, images()[:1], tmp_path)
+        refused = "names another file for its weights" in done.stderr
+        assert refused == ((tag, length) in read) == bool(ELSEWHERE.search(content)), content
+        assert done.returncode == 1  # of others too, which are no network
 
 
 def test_logits_that_are_not_rows_are_refused(program, tmp_path):
