@@ -738,6 +738,12 @@ class Predictor {
     return *std::min_element(static_cast<const T*>(numbers), static_cast<const T*>(numbers) + count);
   }
 
+  template <class T>
+  static bool finite(const void* numbers, size_t count) {
+    const T* first = static_cast<const T*>(numbers);
+    return std::all_of(first, first + count, [](T each) { return std::isfinite(each); });
+  }
+
   State admitted(const std::vector<Input>& given) const {
     if (given.size() != inputs.size())
       throw Error(std::to_string(given.size()) + " inputs, and the network takes " + std::to_string(inputs.size()));
@@ -754,14 +760,15 @@ class Predictor {
           throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +
                       std::to_string(lengths_[0]) + " to " + std::to_string(lengths_[1]) + ": give such texts");
       size_t numbers = count_of(given[index].shape);
-      const float* values = spec.dtype == "float32" ? static_cast<const float*>(given[index].data) : nullptr;
-      for (size_t each = 0; values && each < numbers; ++each)
-        if (!std::isfinite(values[each])) throw Error("an input holds NaN or infinity: some operators would swallow it");
-      bool negative = (spec.dtype == "int64" && lowest<int64_t>(given[index].data, numbers) < 0) ||
-                      (spec.dtype == "int32" && lowest<int32_t>(given[index].data, numbers) < 0);
+      const void* data = given[index].data;
+      if ((spec.dtype == "float32" && !finite<float>(data, numbers)) || (spec.dtype == "float64" && !finite<double>(data, numbers)))
+        throw Error("an input holds NaN or infinity: some operators would swallow it");
+      bool negative = (spec.dtype == "int64" && lowest<int64_t>(data, numbers) < 0) ||
+                      (spec.dtype == "int32" && lowest<int32_t>(data, numbers) < 0) ||
+                      (spec.dtype == "int8" && lowest<int8_t>(data, numbers) < 0);
       if (negative)
         throw Error("the input " + spec.name + " holds a negative token, which some operators read from the end");
-      state.emplace_back(*runtime_, spec.dtype, given[index].shape, given[index].data);
+      state.emplace_back(*runtime_, spec.dtype, given[index].shape, data);
     }
     return state;
   }
