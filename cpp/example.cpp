@@ -2,7 +2,7 @@
 //
 //     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
 //
-// images.npy holds bytes, (images, height, width, channels), or floats as the network takes them. Times of the batches
+// images.npy holds bytes, (images, height, width, channels), or numbers as the network takes them. Times of the batches
 // go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. The first
 // --warm images are decided once before.
 #include <chrono>
@@ -13,11 +13,11 @@
 
 struct Images {
   std::vector<int64_t> shape;
-  bool bytes;
-  std::string content;  // of the array
+  std::string dtype;
+  std::vector<char> content;  // of the array
 };
 
-// An array that NumPy saved, of bytes or floats, rows first.
+// An array that NumPy saved, rows first.
 Images read_npy(const std::string& path) {
   std::string file = alight::file_content(path);
   if (file.size() < 12 || file.compare(1, 5, "NUMPY")) throw alight::Error(path + " is not an .npy file");
@@ -27,9 +27,12 @@ Images read_npy(const std::string& path) {
   if (file.size() < start + length) throw alight::Error(path + " is cut short: write it again");
   std::string header = file.substr(start, length);
   Images images;
-  images.bytes = header.find("'|u1'") != std::string::npos;
-  bool floats = header.find("'<f4'") != std::string::npos, rows_first = header.find("'fortran_order': False") != std::string::npos;
-  if (!rows_first || !(images.bytes || floats)) throw alight::Error(path + ": give uint8 or float32, rows first");
+  const std::map<std::string, std::string> dtypes{{"|u1", "uint8"}, {"<f4", "float32"}, {"<f8", "float64"}, {"|i1", "int8"},
+                                                  {"<i4", "int32"}, {"<i8", "int64"}, {"|b1", "bool"}};
+  for (const auto& [written, dtype] : dtypes)
+    if (header.find("'descr': '" + written + "'") != std::string::npos) images.dtype = dtype;
+  if (header.find("'fortran_order': False") == std::string::npos || images.dtype.empty())
+    throw alight::Error(path + ": give uint8, or numbers as the network takes them, rows first");
   size_t at = header.find('(') + 1;
   while (at < header.size() && header[at] != ')') {
     if (std::isdigit(static_cast<unsigned char>(header[at]))) {
@@ -40,8 +43,22 @@ Images read_npy(const std::string& path) {
     }
   }
   if (images.shape.empty() || !images.shape[0]) throw alight::Error(path + " holds no images: give at least one");
-  images.content = file.substr(start + length);
+  images.content.assign(file.begin() + static_cast<long>(start + length), file.end());
   return images;
+}
+
+// Brings bytes with their channels last to the order in which a network that takes bytes reads them, channels first.
+void put_channels_first(Images& images, const std::vector<int64_t>& wanted) {
+  const std::vector<int64_t> shape = images.shape;
+  if (shape.size() != 4 || wanted.size() != 4 || std::equal(shape.begin() + 1, shape.end(), wanted.begin() + 1)) return;
+  if (shape[1] != wanted[2] || shape[2] != wanted[3] || shape[3] != wanted[1]) return;  // which is refused later
+  size_t area = static_cast<size_t>(shape[1] * shape[2]), channels = static_cast<size_t>(shape[3]);
+  const std::vector<char> given = images.content;
+  for (size_t each = 0; each < given.size(); ++each) {
+    size_t channel = each % channels, place = each / channels % area, image = each / channels / area;
+    images.content[(image * channels + channel) * area + place] = given[each];
+  }
+  images.shape = {shape[0], shape[3], shape[1], shape[2]};
 }
 
 // The whole number from 0 on that follows an option.
@@ -73,33 +90,35 @@ int main(int count, char** given) try {
   };
   double loading = milliseconds(begin);
   Images images = read_npy(places[1]);
-  std::vector<int64_t> shape = images.shape;  // of a batch
-  size_t total = static_cast<size_t>(shape.at(0)), row = images.bytes ? 1 : sizeof(float);
-  size_t batch = static_cast<size_t>(std::max(1, number_of(options, "--batch")));
-  for (size_t axis = 1; axis < shape.size(); ++axis) row *= static_cast<size_t>(shape[axis]);
+  const alight::Spec& own = predictor.inputs[0];
+  bool pixels = images.dtype == "uint8" && own.dtype == "float32";  // which are normalised
+  if (!pixels && images.dtype != own.dtype)
+    throw alight::Error(places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype + ": give that");
+  size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
+  size_t batch = std::min(total, static_cast<size_t>(std::max(1, number_of(options, "--batch"))));
+  size_t warm = static_cast<size_t>(number_of(options, "--warm"));
+  for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
+  if (own.dtype == "uint8") put_channels_first(images, own.shape);
   std::vector<double> times;
   std::vector<alight::Decision> decisions(total);
-  for (size_t warm : {std::min(static_cast<size_t>(number_of(options, "--warm")), total), total}) {
-    times.clear();
-    for (size_t start = 0; start < warm; start += batch) {
-      size_t size = std::min(batch, warm - start);
-      const char* data = images.content.data() + start * row;
-      shape[0] = static_cast<int64_t>(size);
-      std::vector<float> values(images.bytes ? 0 : size * row / sizeof(float));
-      if (images.bytes) {
-        values = predictor.normalised(reinterpret_cast<const uint8_t*>(data), shape);
-      } else {
-        std::memcpy(values.data(), data, size * row);  // where floats may stand
-      }
-      auto from = std::chrono::steady_clock::now();
-      auto number = static_cast<int64_t>(start);
-      std::vector<alight::Decision> found =
-          images.bytes ? predictor(values, number) : predictor({{values.data(), shape}}, number);
-      times.push_back(milliseconds(from));
-      std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
-    }
-  }
+  auto decide = [&](size_t start) {  // about a batch; returns the number of its images
+    size_t size = std::min(batch, total - start);
+    const char* data = images.content.data() + start * row;
+    std::vector<int64_t> shape = images.shape;
+    shape[0] = static_cast<int64_t>(size);
+    std::vector<float> values;
+    if (pixels) values = predictor.normalised(reinterpret_cast<const uint8_t*>(data), shape);
+    auto from = std::chrono::steady_clock::now();
+    auto number = static_cast<int64_t>(start);
+    std::vector<alight::Decision> found = pixels ? predictor(values, number) : predictor({{data, shape}}, number);
+    times.push_back(milliseconds(from));
+    std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
+    return size;
+  };
+  for (size_t start = 0; start < std::min(warm, total);) start += decide(start);
+  times.clear();
+  for (size_t start = 0; start < total;) start += decide(start);
   std::puts("sample,prediction,exit,cost,probability");
   for (size_t sample = 0; sample < total; ++sample) {
     const alight::Decision& each = decisions[sample];

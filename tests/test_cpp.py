@@ -37,7 +37,8 @@ def runtime_library():
 @pytest.fixture(scope="module")
 def program():
     def build(place):
-        sources = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", str(ROOT / "cpp/example.cpp")]
+        warnings = ["-Wall", "-Wextra", "-Wconversion", "-Wpedantic", "-Werror"]
+        sources = [COMPILER, "-std=c++17", *warnings, str(ROOT / "cpp/example.cpp")]
         subprocess.run([*sources, "-o", str(place / "example"), "-ldl"], check=True)
 
     return shared_folder(Path(os.environ["SESSION_FOLDER"]), "cpp", build) / "example"
@@ -48,9 +49,10 @@ def int8(tmp_path_factory):
     return lower(folder(), tmp_path_factory.mktemp("int8") / "int8", "int8", [(images()[:64],)])
 
 
-def decided(program, place, array, tmp_path, batch=1):
+def decided(program, place, array, tmp_path, batch=1, warm=None, times=False):
     np.save(tmp_path / "images.npy", array)
-    options = ["--batch", str(batch), "--library", str(runtime_library())]
+    options = ["--batch", str(batch), "--library", str(runtime_library()), *(["--times"] if times else [])]
+    options += [] if warm is None else ["--warm", str(warm)]
     done = subprocess.run([program, place, tmp_path / "images.npy", *options], capture_output=True, text=True)
     return done, list(csv.DictReader(io.StringIO(done.stdout)))
 
@@ -188,6 +190,60 @@ def test_odd_files_and_options_are_refused(program, tmp_path):
     assert (done.returncode, "--batch many: give a whole number" in done.stderr) == (1, True)
 
 
+class Pixels(nn.Module):
+    """The features of images of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 6, 3)
+
+    def forward(self, pixels):
+        return torch.relu(self.convolution(pixels.float() / 255)).mean((2, 3))
+
+
+def test_a_network_that_takes_bytes_gets_them_as_they_are(program, tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([Pixels(), nn.Linear(6, 8)], [nn.Linear(6, 4), nn.Linear(8, 4)])
+    pixels = np.random.default_rng(0).integers(0, 256, size=(50, 6, 7, 3), dtype=np.uint8)
+    first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    with older_exporter():
+        rule = Threshold((0.2813,), costs=(1.0, 2.0), score="max_probability")
+        place = export_model(model, rule, tmp_path / "bytes", example=torch.from_numpy(first[:2]), progress=False)
+    expected = Predictor.load(place, settings=RunSettings(threads=1))(first, np.arange(50))
+    assert len({*expected.exits.tolist()}) == 2
+    for given in (pixels, first):
+        done, rows = decided(program, place, given, tmp_path, batch=8)
+        assert done.returncode == 0, done.stderr
+        assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist()
+        assert [float(row["cost"]) for row in rows] == expected.spent.tolist()
+    for given, dtype in ((first.astype(np.float32), "float32"), (first.astype(np.int64), "int64")):
+        done, _ = decided(program, place, given, tmp_path)
+        assert f"holds {dtype}, and the network takes uint8: give that" in done.stderr
+        assert done.returncode == 1
+    done, _ = decided(program, place, pixels[:, :5].copy(), tmp_path)
+    assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
+
+
+class Narrowed(nn.Module):
+    """Inputs in single precision, NaN as 0."""
+
+    def forward(self, values):
+        return torch.nan_to_num(values.float())
+
+
+def test_inputs_of_other_floats_that_hold_nan_are_refused(program, tmp_path):
+    model = MultiExitModel([Narrowed(), nn.Linear(4, 8)], [nn.Linear(4, 3), nn.Linear(8, 3)])
+    example = torch.zeros(2, 4, dtype=torch.float64)
+    with older_exporter():
+        rule = Threshold((0.5,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "wide", example=example, progress=False)
+    values = np.ones((5, 4))
+    assert decided(program, place, values, tmp_path)[0].returncode == 0
+    values[3, 1] = np.nan
+    done, _ = decided(program, place, values, tmp_path)
+    assert (done.returncode, "an input holds NaN or infinity" in done.stderr) == (1, True)
+
+
 def test_names_are_written_in_utf_8(program, tmp_path):
     place = with_changed(
         folder(),
@@ -242,7 +298,7 @@ def test_texts_are_compared_with_the_logits_of_the_export(mask, program, tmp_pat
     model = MultiExitModel([Words(True), Words(False)], heads, input_names=(*example,)).eval()
     with older_exporter():
         place = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "texts", example=example)
-    done, _ = decided(program, place, images(), tmp_path)
+    done, _ = decided(program, place, np.ones((2, 8), dtype=np.int64), tmp_path)
     assert "1 inputs, and the network takes 2" in done.stderr  # which is looked at once the stages are loaded
     place = with_changed(place, "manifest.json", move_probe, tmp_path / "moved")
     done, _ = decided(program, place, images(), tmp_path)
