@@ -3,13 +3,16 @@
 //     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
 //
 // images.npy holds bytes, (images, height, width, channels), or numbers as the network takes them. Times of the batches
-// go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. The first
-// --warm images are decided once before.
+// go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. At least
+// --warm images are decided before, in batches as the timed ones and again from the first where there are fewer: the
+// first batches of a program are slower. Without the option it is 10 batches.
 #include <chrono>
 #include <cstdio>
 #include <iostream>
 
 #include "alight.hpp"
+
+constexpr size_t WARM_BATCHES = 10;
 
 struct Images {
   std::vector<int64_t> shape;
@@ -74,7 +77,7 @@ int number_of(const std::map<std::string, std::string>& options, const std::stri
 int main(int count, char** given) try {
   std::vector<std::string> places;
   std::map<std::string, std::string> options{
-      {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", "0"}};
+      {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", ""}};
   bool each_time = false;
   for (int each = 1; each < count; ++each) {
     std::string text = given[each];
@@ -82,7 +85,9 @@ int main(int count, char** given) try {
     else if (text == "--times") each_time = true;
     else places.push_back(text);
   }
-  if (places.size() != 2) throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE]");
+  if (places.size() != 2)
+    throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE] [--warm N]"
+                        " [--times]\n--warm N: decide about N images before the timed ones (10 batches by default)");
   auto begin = std::chrono::steady_clock::now();
   alight::Predictor predictor(places[0], number_of(options, "--threads"), options["--library"]);
   auto milliseconds = [](auto from) {
@@ -96,7 +101,7 @@ int main(int count, char** given) try {
     throw alight::Error(places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype + ": give that");
   size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
   size_t batch = std::min(total, static_cast<size_t>(std::max(1, number_of(options, "--batch"))));
-  size_t warm = static_cast<size_t>(number_of(options, "--warm"));
+  size_t warm = options["--warm"].empty() ? WARM_BATCHES * batch : static_cast<size_t>(number_of(options, "--warm"));
   for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
   if (own.dtype == "uint8") put_channels_first(images, own.shape);
@@ -116,7 +121,11 @@ int main(int count, char** given) try {
     std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
     return size;
   };
-  for (size_t start = 0; start < std::min(warm, total);) start += decide(start);
+  size_t warmed = 0;
+  for (size_t start = 0; warmed < warm; start = start < total ? start : 0) {
+    size_t size = decide(start);
+    warmed += size, start += size;
+  }
   times.clear();
   for (size_t start = 0; start < total;) start += decide(start);
   std::puts("sample,prediction,exit,cost,probability");
@@ -132,8 +141,8 @@ int main(int count, char** given) try {
   double mean = std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(times.size());
   std::sort(times.begin(), times.end());
   auto quantile = [&](double share) { return times[static_cast<size_t>(share * static_cast<double>(times.size() - 1))]; };
-  std::fprintf(stderr, "loaded in %.1f ms; batches of %zu: mean %.3f ms, median %.3f ms, 99th percentile %.3f ms\n",
-               loading, batch, mean, quantile(0.5), quantile(0.99));
+  std::fprintf(stderr, "loaded in %.1f ms, warmed up by %zu images; batches of %zu: mean %.3f ms, median %.3f ms, 99th"
+               " percentile %.3f ms\n", loading, warmed, batch, mean, quantile(0.5), quantile(0.99));
 } catch (const std::exception& error) {
   std::cerr << "alight: " << error.what() << '\n';
   return 1;

@@ -224,6 +224,19 @@ def test_a_network_that_takes_bytes_gets_them_as_they_are(program, tmp_path):
     assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
 
 
+def test_first_batches_are_not_timed(program, tmp_path):
+    for count, batch, warmed in ((3, 1, 10), (3, 2, 20), (5, 64, 50), (150, 1, 10)):
+        done, rows = decided(program, folder(), images()[:count], tmp_path, batch)
+        assert len(rows) == count
+        assert f"warmed up by {warmed} images; batches of {min(count, batch)}: mean" in done.stderr
+    done, _ = decided(program, folder(), images()[:3], tmp_path, warm=0)
+    assert "warmed up by 0 images" in done.stderr
+    done, _ = decided(program, folder(), images()[:3], tmp_path, warm=7, times=True)
+    assert len(done.stderr.split()) == 3  # times of the batches, of which none is a warm-up
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert "--warm N: decide about N images before the timed ones (10 batches by default)" in done.stderr
+
+
 class Narrowed(nn.Module):
     """Inputs in single precision, NaN as 0."""
 
