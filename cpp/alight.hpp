@@ -268,6 +268,11 @@ class Runtime {
     call<int, int, Handle*>(69, ARENA, DEFAULT_MEMORY, &memory);
     call<Handle*>(78, &allocator);
   }
+  Runtime(const Runtime&) = delete;
+  ~Runtime() {
+    release(94, memory);
+    release(92, environment);
+  }
   // Calls the function at a place of the table, and throws what it complains about.
   template <class... Taken>
   void call(int place, Taken... given) const {

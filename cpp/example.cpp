@@ -140,7 +140,9 @@ int main(int count, char** given) try {
   }
   double mean = std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(times.size());
   std::sort(times.begin(), times.end());
-  auto quantile = [&](double share) { return times[static_cast<size_t>(share * static_cast<double>(times.size() - 1))]; };
+  auto quantile = [&](double share) {
+    return times[static_cast<size_t>(std::ceil(share * static_cast<double>(times.size()))) - 1];
+  };
   std::fprintf(stderr, "loaded in %.1f ms, warmed up by %zu images; batches of %zu: mean %.3f ms, median %.3f ms, 99th"
                " percentile %.3f ms\n", loading, warmed, batch, mean, quantile(0.5), quantile(0.99));
 } catch (const std::exception& error) {

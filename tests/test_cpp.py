@@ -201,7 +201,7 @@ class Pixels(nn.Module):
         return torch.relu(self.convolution(pixels.float() / 255)).mean((2, 3))
 
 
-def test_a_network_that_takes_bytes_gets_them_as_they_are(program, tmp_path):
+def test_a_network_that_takes_bytes_gets_them_unchanged(program, tmp_path):
     torch.manual_seed(0)
     model = MultiExitModel([Pixels(), nn.Linear(6, 8)], [nn.Linear(6, 4), nn.Linear(8, 4)])
     pixels = np.random.default_rng(0).integers(0, 256, size=(50, 6, 7, 3), dtype=np.uint8)
@@ -411,6 +411,22 @@ def replace_stage(place, file, content):
     manifest = json.loads((place / "manifest.json").read_text())
     next(each for each in manifest["stages"] if each["file"] == file)["checksum"] = checksum(content)
     (place / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(int8, tmp_path):
+    command = [COMPILER, "-std=c++17", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    built = subprocess.run(
+        [*command, ROOT / "cpp/example.cpp", "-o", tmp_path / "program", "-ldl"], capture_output=True
+    )
+    if built.returncode:
+        pytest.skip("this compiler has no sanitizers")
+    quantised = with_policy(int8, drawn("threshold", np.random.default_rng(3), OPENED), tmp_path)
+    for place in (folder(), quantised):
+        for batch in (1, 37):
+            done, rows = decided(tmp_path / "program", place, images(), tmp_path, batch)
+            assert (done.returncode, len(rows)) == (0, len(images())), done.stderr
+            assert "Sanitizer" not in done.stderr
 
 
 @pytest.mark.slow
