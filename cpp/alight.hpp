@@ -16,6 +16,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -225,14 +226,24 @@ inline std::string verified(const std::string& folder, const std::string& file, 
   return content;
 }
 
+// Where a Protobuf number below 128 starts that ends before `end`, however long it is written, or npos. What does not
+// fit into 32 bits is dropped from the fifth byte of a tag, though not of a length.
+inline size_t varint_start(const std::string& content, size_t end, char value, bool tag) {
+  if (end == 0 || end == std::string::npos) return std::string::npos;
+  size_t at = end - 1;
+  char last = content[at];
+  if (last == value) return at;
+  while (at > 0 && content[at - 1] == '\x80') --at;
+  bool padded = last == 0 || (tag && end - 1 - at == 3 && (last & 0x8F) == 0);
+  return padded && at > 0 && content[at - 1] == static_cast<char>(value | 0x80) ? at - 1 : std::string::npos;
+}
+
 // Refuses a stage that reads its weights from another file: a Protobuf field 1 with the text "location".
 inline void check_whole(const std::string& content, const std::string& name) {
   const std::string key = "location";
-  for (size_t at = content.find(key, 2); at != std::string::npos; at = content.find(key, at + 1)) {
-    char length = content[at - 1], tag = content[at - 2];
-    if ((length == 8 && tag == 10) || length == 0)  // 0 ends a length that is written longer than needed
+  for (size_t at = content.find(key); at != std::string::npos; at = content.find(key, at + 1))
+    if (varint_start(content, varint_start(content, at, 8, false), 10, true) != std::string::npos)
       throw Error(name + " names another file for its weights, which nothing verifies: export it in one file");
-  }
 }
 
 // ---------------------------------------------------------------------------------------------- ONNX Runtime
@@ -257,6 +268,11 @@ class Runtime {
     call<int, int, Handle*>(69, ARENA, DEFAULT_MEMORY, &memory);
     call<Handle*>(78, &allocator);
   }
+  Runtime(const Runtime&) = delete;
+  ~Runtime() {
+    release(94, memory);
+    release(92, environment);
+  }
   // Calls the function at a place of the table, and throws what it complains about.
   template <class... Taken>
   void call(int place, Taken... given) const {
@@ -277,26 +293,31 @@ class Runtime {
   const Handle* table_ = nullptr;
 };
 
-inline size_t bytes_of(const std::string& dtype) {
-  static const std::map<std::string, size_t> sizes{{"float32", 4}, {"uint8", 1}, {"int8", 1}, {"int32", 4},
-                                                   {"int64", 8},   {"bool", 1},  {"float64", 8}};
-  auto found = sizes.find(dtype);
-  if (found == sizes.end()) throw Error("tensors of " + dtype + " are not known here: run the network in Python");
-  return found->second;
-}
+struct ElementType {
+  const char* name;
+  size_t bytes;  // of one number; 0 where it is not read here
+};
+
+// Element types by ONNX's codes, which are their places.
+constexpr std::array<ElementType, 17> ELEMENT_TYPES{{{"no tensor", 0}, {"float32", 4}, {"uint8", 1}, {"int8", 1},
+                                                     {"uint16", 0}, {"int16", 0}, {"int32", 4}, {"int64", 8}, {"text", 0},
+                                                     {"bool", 1}, {"float16", 0}, {"float64", 8}, {"uint32", 0},
+                                                     {"uint64", 0}, {"complex64", 0}, {"complex128", 0}, {"bfloat16", 0}}};
 
 inline int code_of(const std::string& dtype) {
-  static const std::map<std::string, int> codes{{"float32", 1}, {"uint8", 2}, {"int8", 3},    {"int32", 6},
-                                                {"int64", 7},   {"bool", 9},  {"float64", 11}};
-  return codes.at(dtype);
+  for (size_t code = 0; code < ELEMENT_TYPES.size(); ++code)
+    if (ELEMENT_TYPES[code].bytes && ELEMENT_TYPES[code].name == dtype) return static_cast<int>(code);
+  throw Error("tensors of " + dtype + " are not known here: run the network in Python");
 }
+
+inline size_t bytes_of(const std::string& dtype) { return ELEMENT_TYPES[static_cast<size_t>(code_of(dtype))].bytes; }
 
 struct Spec {  // of a tensor: -1 stands for a size that may differ
   std::string name, dtype;
   std::vector<int64_t> shape;
   explicit Spec(const Json& content) : name(content["name"].text()), dtype(content["dtype"].text()) {
     for (const Json& size : content["shape"].items) shape.push_back(size.is_null() ? -1 : size.integer());
-    bytes_of(dtype);
+    code_of(dtype);
     bool usable = !shape.empty() && shape[0] == -1;
     for (size_t axis = 1; axis < shape.size(); ++axis)
       usable = usable && (content["shape"].items[axis].is_null() || shape[axis] > 0);
@@ -304,13 +325,18 @@ struct Spec {  // of a tensor: -1 stands for a size that may differ
   }
 };
 
+inline size_t count_of(const std::vector<int64_t>& shape) {
+  size_t made = 1;
+  for (int64_t size : shape) made *= static_cast<size_t>(size);
+  return made;
+}
+
 // A tensor with one row per sample, in memory of its own or of somebody else.
 class Tensor {
  public:
   Tensor(const Runtime& runtime, const std::string& dtype, std::vector<int64_t> shape, const void* given = nullptr)
       : runtime_(&runtime), shape_(std::move(shape)) {
-    size_t bytes = bytes_of(dtype);
-    for (int64_t size : shape_) bytes *= static_cast<size_t>(size);
+    size_t bytes = bytes_of(dtype) * count_of(shape_);
     if (!given) own_ = std::shared_ptr<char[]>(new char[bytes]);
     data_ = given ? const_cast<char*>(static_cast<const char*>(given)) : own_.get();
     runtime.call<void*, void*, size_t, const int64_t*, size_t, int, void**>(
@@ -380,12 +406,13 @@ class Session {
                                                            options, &session_);
     read_names(30, 36, inputs_);
     read_names(31, 37, outputs_);
+    for (size_t index = 0; index < outputs_.size(); ++index) types_.push_back(output_type(index));
   }
   Session(const Session&) = delete;
   ~Session() { runtime_.release(95, session_); }
 
   size_t takes() const { return inputs_.size(); }
-  size_t gives() const { return outputs_.size(); }
+  const std::vector<int>& gives() const { return types_; }  // element types of the outputs, by ONNX's codes
   State operator()(const State& state) const {
     std::vector<const char*> inputs = pointers(inputs_), outputs = pointers(outputs_);
     std::vector<void*> given, made(outputs.size(), nullptr);
@@ -394,6 +421,9 @@ class Session {
         9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
     State found;
     for (void* each : made) found.emplace_back(runtime_, each);
+    bool fits = found[0].shape().size() == 2 && found[0].shape()[1] > 0;
+    for (const Tensor& each : found) fits = fits && !each.shape().empty() && each.shape()[0] == state[0].shape()[0];
+    if (!fits) throw Error("a stage does not give a row of logits for each sample: export the network again");
     return found;
   }
 
@@ -408,6 +438,16 @@ class Session {
       runtime_.call<void*, void*>(76, runtime_.allocator, name);
     }
   }
+  int output_type(size_t index) const {
+    void* info = nullptr;
+    const void* tensor = nullptr;  // stays null where the output is a list or a map
+    int code = 0;
+    runtime_.call<void*, size_t, void**>(34, session_, index, &info);
+    std::unique_ptr<void, std::function<void(void*)>> kept(info, [&](void* each) { runtime_.release(98, each); });
+    runtime_.call<const void*, const void**>(55, info, &tensor);
+    if (tensor) runtime_.call<const void*, int*>(60, tensor, &code);
+    return code;
+  }
   static std::vector<const char*> pointers(const std::vector<std::string>& names) {
     std::vector<const char*> made;
     for (const std::string& each : names) made.push_back(each.c_str());
@@ -416,6 +456,7 @@ class Session {
   const Runtime& runtime_;
   void* session_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
+  std::vector<int> types_;
 };
 
 // ---------------------------------------------------------------------------------------------- scores and policies
@@ -673,15 +714,39 @@ class Predictor {
     for (int64_t each : opened) whole = whole && each >= 0 && each < static_cast<int64_t>(exits.size());
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       const std::vector<Spec>& given = stage ? carried_[stage - 1] : inputs;
-      whole = whole && stages_[stage]->takes() == given.size() && stages_[stage]->gives() == carried_[stage].size() + 1;
+      whole = whole && !given.empty() && stages_[stage]->takes() == given.size();
+      whole = whole && stages_[stage]->gives().size() == carried_[stage].size() + 1;
     }
     if (!whole) throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
+    for (size_t stage = 0; stage < stages_.size(); ++stage)
+      check_types(manifest["stages"].items[stage]["file"].text(), stages_[stage]->gives(), carried_[stage]);
     probe(folder, manifest);
+  }
+
+  // Refuses a stage whose numbers would be read as those of another type.
+  static void check_types(const std::string& file, const std::vector<int>& given, const std::vector<Spec>& carried) {
+    auto name = [](int code) {
+      size_t place = static_cast<size_t>(code);
+      return place < ELEMENT_TYPES.size() ? ELEMENT_TYPES[place].name : "type " + std::to_string(code) + " of ONNX";
+    };
+    if (given[0] != code_of("float32"))
+      throw Error(file + " gives logits of " + name(given[0]) + ", and float32 is read here: let the network end in" +
+                  " .float() and export it again, or run the folder in Python");
+    for (size_t each = 0; each < carried.size(); ++each)
+      if (given[each + 1] != code_of(carried[each].dtype))
+        throw Error(file + " gives " + carried[each].name + " of " + name(given[each + 1]) + ", and the manifest says " +
+                    carried[each].dtype + ": export the network again");
   }
 
   template <class T>
   static T lowest(const void* numbers, size_t count) {
     return *std::min_element(static_cast<const T*>(numbers), static_cast<const T*>(numbers) + count);
+  }
+
+  template <class T>
+  static bool finite(const void* numbers, size_t count) {
+    const T* first = static_cast<const T*>(numbers);
+    return std::all_of(first, first + count, [](T each) { return std::isfinite(each); });
   }
 
   State admitted(const std::vector<Input>& given) const {
@@ -699,46 +764,70 @@ class Predictor {
         if (given[index].shape[1] < lengths_[0] || given[index].shape[1] > lengths_[1])
           throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +
                       std::to_string(lengths_[0]) + " to " + std::to_string(lengths_[1]) + ": give such texts");
-      size_t numbers = 1;
-      for (int64_t size : given[index].shape) numbers *= static_cast<size_t>(size);
-      const float* values = spec.dtype == "float32" ? static_cast<const float*>(given[index].data) : nullptr;
-      for (size_t each = 0; values && each < numbers; ++each)
-        if (!std::isfinite(values[each])) throw Error("an input holds NaN or infinity: some operators would swallow it");
-      bool negative = (spec.dtype == "int64" && lowest<int64_t>(given[index].data, numbers) < 0) ||
-                      (spec.dtype == "int32" && lowest<int32_t>(given[index].data, numbers) < 0);
+      size_t numbers = count_of(given[index].shape);
+      const void* data = given[index].data;
+      if ((spec.dtype == "float32" && !finite<float>(data, numbers)) || (spec.dtype == "float64" && !finite<double>(data, numbers)))
+        throw Error("an input holds NaN or infinity: some operators would swallow it");
+      bool negative = (spec.dtype == "int64" && lowest<int64_t>(data, numbers) < 0) ||
+                      (spec.dtype == "int32" && lowest<int32_t>(data, numbers) < 0) ||
+                      (spec.dtype == "int8" && lowest<int8_t>(data, numbers) < 0);
       if (negative)
         throw Error("the input " + spec.name + " holds a negative token, which some operators read from the end");
-      state.emplace_back(*runtime_, spec.dtype, given[index].shape, given[index].data);
+      state.emplace_back(*runtime_, spec.dtype, given[index].shape, data);
     }
     return state;
   }
 
-  // Checks that the stages compute here what they did where they were exported, on a sample that is made alike.
+  // One sample that is made as `probe_inputs` of Python makes it: floats from -2 to 2, tokens 0 and 1, nothing masked.
+  static std::vector<char> probe_values(const Spec& spec, size_t numbers) {
+    const double golden = (std::sqrt(5.0) - 1) / 2;
+    const std::string& name = spec.name;
+    constexpr size_t ENDING = 12;  // letters of "padding_mask"
+    bool padding = name.size() >= ENDING && name.compare(name.size() - ENDING, ENDING, "padding_mask") == 0;
+    size_t bytes = bytes_of(spec.dtype);
+    std::vector<char> made(numbers * bytes);
+    for (size_t each = 0; each < numbers; ++each) {
+      double wide = 4 * std::fmod(golden * static_cast<double>(each), 1.0) - 2;
+      float single = static_cast<float>(wide);
+      int64_t whole = name == "attention_mask" ? 1 : padding ? 0 : each % 2;  // its first bytes are the smaller types
+      const void* from = spec.dtype == "float32" ? static_cast<const void*>(&single) : &whole;
+      std::memcpy(&made[each * bytes], spec.dtype == "float64" ? &wide : from, bytes);
+    }
+    return made;
+  }
+
+  // Checks that the stages compute here what they did where they were exported.
   void probe(const std::string& folder, const Json& manifest) const {
-    if (manifest["stages"].items.back()["probe"].items.empty() || inputs.size() != 1 || inputs[0].dtype != "float32") return;
-    std::vector<int64_t> shape = inputs[0].shape;
-    shape[0] = 1;
-    if (*std::min_element(shape.begin(), shape.end()) < 0) return;
-    size_t numbers = 1;
-    for (int64_t size : shape) numbers *= static_cast<size_t>(size);
-    std::vector<float> values(numbers);
-    double golden = (std::sqrt(5.0) - 1) / 2;
-    for (size_t each = 0; each < numbers; ++each)
-      values[each] = static_cast<float>(4 * std::fmod(golden * static_cast<double>(each), 1.0) - 2);
-    State state = admitted({{values.data(), shape}});
+    constexpr int64_t TOKENS = 7;  // and every other size that may differ
+    const std::vector<Json>& stages = manifest["stages"].items;
+    if (stages.back()["probe"].items.empty()) return;
+    State state;
+    std::vector<std::vector<char>> values;
+    for (const Spec& spec : inputs) {
+      std::vector<int64_t> shape = spec.shape;
+      std::replace(shape.begin(), shape.end(), int64_t{-1}, TOKENS);
+      shape[0] = 1;
+      values.push_back(probe_values(spec, count_of(shape)));
+      state.emplace_back(*runtime_, spec.dtype, shape, values.back().data());
+    }
     double allowed = manifest["precision"].text() == "int8" ? 0.05 : 1e-3;
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       State made = (*stages_[stage])(state);
-      std::vector<double> wanted = manifest["stages"].items[stage]["probe"].numbers();
+      std::vector<double> wanted = stages[stage]["probe"].numbers();
       if (static_cast<int64_t>(wanted.size()) > made[0].shape().back())
         throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
-      double gap = 0, largest = 1e-2;
+      double largest = 1e-2, gap = 0;
       for (size_t each = 0; each < wanted.size(); ++each) {
-        gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
+        double difference = std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each]));
+        gap = gap >= difference || std::isnan(gap) ? gap : difference;  // NaN stays
         largest = std::max(largest, std::abs(wanted[each]));
       }
-      if (!std::isfinite(gap) || gap > allowed * largest)
-        throw Error(folder + " gives other logits here than where it was exported: export the network on such a machine");
+      if (!(gap / largest <= allowed)) {
+        std::array<char, 64> text{};
+        std::snprintf(text.data(), text.size(), "(by %.2g of the largest, %g allowed)", gap / largest, allowed);
+        throw Error(folder + "/" + stages[stage]["file"].text() + " gives other logits here than where it was exported " +
+                    text.data() + ": export the network on such a machine");
+      }
       made.erase(made.begin());
       state = std::move(made);
     }

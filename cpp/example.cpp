@@ -2,22 +2,25 @@
 //
 //     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
 //
-// images.npy holds bytes, (images, height, width, channels), or floats as the network takes them. Times of the batches
-// go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. The first
-// --warm images are decided once before.
+// images.npy holds bytes, (images, height, width, channels), or numbers as the network takes them. Times of the batches
+// go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. At least
+// --warm images are decided before, in batches as the timed ones and again from the first where there are fewer: the
+// first batches of a program are slower. Without the option it is 10 batches.
 #include <chrono>
 #include <cstdio>
 #include <iostream>
 
 #include "alight.hpp"
 
+constexpr size_t WARM_BATCHES = 10;
+
 struct Images {
   std::vector<int64_t> shape;
-  bool bytes;
-  std::string content;  // of the array
+  std::string dtype;
+  std::vector<char> content;  // of the array
 };
 
-// An array that NumPy saved, of bytes or floats, rows first.
+// An array that NumPy saved, rows first.
 Images read_npy(const std::string& path) {
   std::string file = alight::file_content(path);
   if (file.size() < 12 || file.compare(1, 5, "NUMPY")) throw alight::Error(path + " is not an .npy file");
@@ -27,9 +30,12 @@ Images read_npy(const std::string& path) {
   if (file.size() < start + length) throw alight::Error(path + " is cut short: write it again");
   std::string header = file.substr(start, length);
   Images images;
-  images.bytes = header.find("'|u1'") != std::string::npos;
-  bool floats = header.find("'<f4'") != std::string::npos, rows_first = header.find("'fortran_order': False") != std::string::npos;
-  if (!rows_first || !(images.bytes || floats)) throw alight::Error(path + ": give uint8 or float32, rows first");
+  const std::map<std::string, std::string> dtypes{{"|u1", "uint8"}, {"<f4", "float32"}, {"<f8", "float64"}, {"|i1", "int8"},
+                                                  {"<i4", "int32"}, {"<i8", "int64"}, {"|b1", "bool"}};
+  for (const auto& [written, dtype] : dtypes)
+    if (header.find("'descr': '" + written + "'") != std::string::npos) images.dtype = dtype;
+  if (header.find("'fortran_order': False") == std::string::npos || images.dtype.empty())
+    throw alight::Error(path + ": give uint8, or numbers as the network takes them, rows first");
   size_t at = header.find('(') + 1;
   while (at < header.size() && header[at] != ')') {
     if (std::isdigit(static_cast<unsigned char>(header[at]))) {
@@ -40,8 +46,22 @@ Images read_npy(const std::string& path) {
     }
   }
   if (images.shape.empty() || !images.shape[0]) throw alight::Error(path + " holds no images: give at least one");
-  images.content = file.substr(start + length);
+  images.content.assign(file.begin() + static_cast<long>(start + length), file.end());
   return images;
+}
+
+// Brings bytes with their channels last to the order in which a network that takes bytes reads them, channels first.
+void put_channels_first(Images& images, const std::vector<int64_t>& wanted) {
+  const std::vector<int64_t> shape = images.shape;
+  if (shape.size() != 4 || wanted.size() != 4 || std::equal(shape.begin() + 1, shape.end(), wanted.begin() + 1)) return;
+  if (shape[1] != wanted[2] || shape[2] != wanted[3] || shape[3] != wanted[1]) return;  // which is refused later
+  size_t area = static_cast<size_t>(shape[1] * shape[2]), channels = static_cast<size_t>(shape[3]);
+  const std::vector<char> given = images.content;
+  for (size_t each = 0; each < given.size(); ++each) {
+    size_t channel = each % channels, place = each / channels % area, image = each / channels / area;
+    images.content[(image * channels + channel) * area + place] = given[each];
+  }
+  images.shape = {shape[0], shape[3], shape[1], shape[2]};
 }
 
 // The whole number from 0 on that follows an option.
@@ -57,7 +77,7 @@ int number_of(const std::map<std::string, std::string>& options, const std::stri
 int main(int count, char** given) try {
   std::vector<std::string> places;
   std::map<std::string, std::string> options{
-      {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", "0"}};
+      {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", ""}};
   bool each_time = false;
   for (int each = 1; each < count; ++each) {
     std::string text = given[each];
@@ -65,7 +85,9 @@ int main(int count, char** given) try {
     else if (text == "--times") each_time = true;
     else places.push_back(text);
   }
-  if (places.size() != 2) throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE]");
+  if (places.size() != 2)
+    throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE] [--warm N]"
+                        " [--times]\n--warm N: decide about N images before the timed ones (10 batches by default)");
   auto begin = std::chrono::steady_clock::now();
   alight::Predictor predictor(places[0], number_of(options, "--threads"), options["--library"]);
   auto milliseconds = [](auto from) {
@@ -73,33 +95,39 @@ int main(int count, char** given) try {
   };
   double loading = milliseconds(begin);
   Images images = read_npy(places[1]);
-  std::vector<int64_t> shape = images.shape;  // of a batch
-  size_t total = static_cast<size_t>(shape.at(0)), row = images.bytes ? 1 : sizeof(float);
-  size_t batch = static_cast<size_t>(std::max(1, number_of(options, "--batch")));
-  for (size_t axis = 1; axis < shape.size(); ++axis) row *= static_cast<size_t>(shape[axis]);
+  const alight::Spec& own = predictor.inputs[0];
+  bool pixels = images.dtype == "uint8" && own.dtype == "float32";  // which are normalised
+  if (!pixels && images.dtype != own.dtype)
+    throw alight::Error(places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype + ": give that");
+  size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
+  size_t batch = std::min(total, static_cast<size_t>(std::max(1, number_of(options, "--batch"))));
+  size_t warm = options["--warm"].empty() ? WARM_BATCHES * batch : static_cast<size_t>(number_of(options, "--warm"));
+  for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
+  if (own.dtype == "uint8") put_channels_first(images, own.shape);
   std::vector<double> times;
   std::vector<alight::Decision> decisions(total);
-  for (size_t warm : {std::min(static_cast<size_t>(number_of(options, "--warm")), total), total}) {
-    times.clear();
-    for (size_t start = 0; start < warm; start += batch) {
-      size_t size = std::min(batch, warm - start);
-      const char* data = images.content.data() + start * row;
-      shape[0] = static_cast<int64_t>(size);
-      std::vector<float> values(images.bytes ? 0 : size * row / sizeof(float));
-      if (images.bytes) {
-        values = predictor.normalised(reinterpret_cast<const uint8_t*>(data), shape);
-      } else {
-        std::memcpy(values.data(), data, size * row);  // where floats may stand
-      }
-      auto from = std::chrono::steady_clock::now();
-      auto number = static_cast<int64_t>(start);
-      std::vector<alight::Decision> found =
-          images.bytes ? predictor(values, number) : predictor({{values.data(), shape}}, number);
-      times.push_back(milliseconds(from));
-      std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
-    }
+  auto decide = [&](size_t start) {  // about a batch; returns the number of its images
+    size_t size = std::min(batch, total - start);
+    const char* data = images.content.data() + start * row;
+    std::vector<int64_t> shape = images.shape;
+    shape[0] = static_cast<int64_t>(size);
+    std::vector<float> values;
+    if (pixels) values = predictor.normalised(reinterpret_cast<const uint8_t*>(data), shape);
+    auto from = std::chrono::steady_clock::now();
+    auto number = static_cast<int64_t>(start);
+    std::vector<alight::Decision> found = pixels ? predictor(values, number) : predictor({{data, shape}}, number);
+    times.push_back(milliseconds(from));
+    std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
+    return size;
+  };
+  size_t warmed = 0;
+  for (size_t start = 0; warmed < warm; start = start < total ? start : 0) {
+    size_t size = decide(start);
+    warmed += size, start += size;
   }
+  times.clear();
+  for (size_t start = 0; start < total;) start += decide(start);
   std::puts("sample,prediction,exit,cost,probability");
   for (size_t sample = 0; sample < total; ++sample) {
     const alight::Decision& each = decisions[sample];
@@ -112,9 +140,11 @@ int main(int count, char** given) try {
   }
   double mean = std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(times.size());
   std::sort(times.begin(), times.end());
-  auto quantile = [&](double share) { return times[static_cast<size_t>(share * static_cast<double>(times.size() - 1))]; };
-  std::fprintf(stderr, "loaded in %.1f ms; batches of %zu: mean %.3f ms, median %.3f ms, 99th percentile %.3f ms\n",
-               loading, batch, mean, quantile(0.5), quantile(0.99));
+  auto quantile = [&](double share) {
+    return times[static_cast<size_t>(std::ceil(share * static_cast<double>(times.size()))) - 1];
+  };
+  std::fprintf(stderr, "loaded in %.1f ms, warmed up by %zu images; batches of %zu: mean %.3f ms, median %.3f ms, 99th"
+               " percentile %.3f ms\n", loading, warmed, batch, mean, quantile(0.5), quantile(0.99));
 } catch (const std::exception& error) {
   std::cerr << "alight: " << error.what() << '\n';
   return 1;

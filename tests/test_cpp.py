@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from commands import shared_folder
-from exported import drawn, folder, images, network, policy
+from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
+from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
 from alight.networks.heads import TokenHead
@@ -36,7 +37,8 @@ def runtime_library():
 @pytest.fixture(scope="module")
 def program():
     def build(place):
-        sources = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", str(ROOT / "cpp/example.cpp")]
+        warnings = ["-Wall", "-Wextra", "-Wconversion", "-Wpedantic", "-Werror"]
+        sources = [COMPILER, "-std=c++17", *warnings, str(ROOT / "cpp/example.cpp")]
         subprocess.run([*sources, "-o", str(place / "example"), "-ldl"], check=True)
 
     return shared_folder(Path(os.environ["SESSION_FOLDER"]), "cpp", build) / "example"
@@ -47,9 +49,10 @@ def int8(tmp_path_factory):
     return lower(folder(), tmp_path_factory.mktemp("int8") / "int8", "int8", [(images()[:64],)])
 
 
-def decided(program, place, array, tmp_path, batch=1):
+def decided(program, place, array, tmp_path, batch=1, warm=None, times=False):
     np.save(tmp_path / "images.npy", array)
-    options = ["--batch", str(batch), "--library", str(runtime_library())]
+    options = ["--batch", str(batch), "--library", str(runtime_library()), *(["--times"] if times else [])]
+    options += [] if warm is None else ["--warm", str(warm)]
     done = subprocess.run([program, place, tmp_path / "images.npy", *options], capture_output=True, text=True)
     return done, list(csv.DictReader(io.StringIO(done.stdout)))
 
@@ -187,6 +190,73 @@ def test_odd_files_and_options_are_refused(program, tmp_path):
     assert (done.returncode, "--batch many: give a whole number" in done.stderr) == (1, True)
 
 
+class Pixels(nn.Module):
+    """The features of images of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 6, 3)
+
+    def forward(self, pixels):
+        return torch.relu(self.convolution(pixels.float() / 255)).mean((2, 3))
+
+
+def test_a_network_that_takes_bytes_gets_them_unchanged(program, tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([Pixels(), nn.Linear(6, 8)], [nn.Linear(6, 4), nn.Linear(8, 4)])
+    pixels = np.random.default_rng(0).integers(0, 256, size=(50, 6, 7, 3), dtype=np.uint8)
+    first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    with older_exporter():
+        rule = Threshold((0.2813,), costs=(1.0, 2.0), score="max_probability")
+        place = export_model(model, rule, tmp_path / "bytes", example=torch.from_numpy(first[:2]), progress=False)
+    expected = Predictor.load(place, settings=RunSettings(threads=1))(first, np.arange(50))
+    assert len({*expected.exits.tolist()}) == 2
+    for given in (pixels, first):
+        done, rows = decided(program, place, given, tmp_path, batch=8)
+        assert done.returncode == 0, done.stderr
+        assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist()
+        assert [float(row["cost"]) for row in rows] == expected.spent.tolist()
+    for given, dtype in ((first.astype(np.float32), "float32"), (first.astype(np.int64), "int64")):
+        done, _ = decided(program, place, given, tmp_path)
+        assert f"holds {dtype}, and the network takes uint8: give that" in done.stderr
+        assert done.returncode == 1
+    done, _ = decided(program, place, pixels[:, :5].copy(), tmp_path)
+    assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
+
+
+def test_first_batches_are_not_timed(program, tmp_path):
+    for count, batch, warmed in ((3, 1, 10), (3, 2, 20), (5, 64, 50), (150, 1, 10)):
+        done, rows = decided(program, folder(), images()[:count], tmp_path, batch)
+        assert len(rows) == count
+        assert f"warmed up by {warmed} images; batches of {min(count, batch)}: mean" in done.stderr
+    done, _ = decided(program, folder(), images()[:3], tmp_path, warm=0)
+    assert "warmed up by 0 images" in done.stderr
+    done, _ = decided(program, folder(), images()[:3], tmp_path, warm=7, times=True)
+    assert len(done.stderr.split()) == 3  # times of the batches, of which none is a warm-up
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert "--warm N: decide about N images before the timed ones (10 batches by default)" in done.stderr
+
+
+class Narrowed(nn.Module):
+    """Inputs in single precision, NaN as 0."""
+
+    def forward(self, values):
+        return torch.nan_to_num(values.float())
+
+
+def test_inputs_of_other_floats_that_hold_nan_are_refused(program, tmp_path):
+    model = MultiExitModel([Narrowed(), nn.Linear(4, 8)], [nn.Linear(4, 3), nn.Linear(8, 3)])
+    example = torch.zeros(2, 4, dtype=torch.float64)
+    with older_exporter():
+        rule = Threshold((0.5,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "wide", example=example, progress=False)
+    values = np.ones((5, 4))
+    assert decided(program, place, values, tmp_path)[0].returncode == 0
+    values[3, 1] = np.nan
+    done, _ = decided(program, place, values, tmp_path)
+    assert (done.returncode, "an input holds NaN or infinity" in done.stderr) == (1, True)
+
+
 def test_names_are_written_in_utf_8(program, tmp_path):
     place = with_changed(
         folder(),
@@ -230,7 +300,28 @@ class Words(nn.Module):
         self.layer = nn.Embedding(10, 6) if embeds else nn.Linear(6, 6)
 
     def forward(self, values, mask):
-        return self.layer(values) * mask[..., None], mask
+        return self.layer(values) * (~mask if mask.dtype == torch.bool else mask)[..., None], mask
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.bool)])
+def test_texts_are_compared_with_the_logits_of_the_export(mask, program, tmp_path):
+    name = "key_padding_mask" if mask.dtype == torch.bool else "attention_mask"
+    example = {"input_ids": torch.ones(2, 8, dtype=torch.int64), name: mask}
+    heads = [TokenHead((8, 6), 3) for _ in range(2)]
+    model = MultiExitModel([Words(True), Words(False)], heads, input_names=(*example,)).eval()
+    with older_exporter():
+        place = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "texts", example=example)
+    done, _ = decided(program, place, np.ones((2, 8), dtype=np.int64), tmp_path)
+    assert "1 inputs, and the network takes 2" in done.stderr  # which is looked at once the stages are loaded
+    place = with_changed(place, "manifest.json", move_probe, tmp_path / "moved")
+    done, _ = decided(program, place, images(), tmp_path)
+    assert "moved/stage_1.onnx gives other logits here than where it was exported (by " in done.stderr
+    assert done.returncode == 1
+
+
+def move_probe(content):
+    """Let the manifest expect a logit that the network does not give."""
+    content["stages"][1]["probe"][0] += 0.1
 
 
 def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_path):
@@ -248,6 +339,94 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     assert "attention_mask has another shape" in answers[1]
     assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
     assert "holds a negative token" in answers[3]
+
+
+class Double(nn.Linear):
+    """A head that ends in double precision, as a network that ends in `.double()`."""
+
+    def forward(self, values):
+        return super().forward(values).double()
+
+
+def test_a_stage_of_other_element_types_is_refused(program, tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), Double(8, 3)])
+    with older_exporter():
+        rule = Threshold((0.5,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "double", example=torch.zeros(2, 4), progress=False)
+    done, _ = decided(program, place, np.ones((5, 4), dtype=np.float32), tmp_path)
+    assert "stage_1.onnx gives logits of float64, and float32 is read here: let the network end" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    place = with_changed(
+        folder(),
+        "manifest.json",
+        lambda content: content["stages"][1]["carries"][1].update(dtype="int32"),
+        tmp_path / "carried",
+    )
+    done, _ = decided(program, place, images()[:3], tmp_path)
+    assert "of float32, and the manifest says int32: export the network again" in done.stderr
+    assert done.returncode == 1
+
+
+def test_weights_elsewhere_are_found_however_protobuf_writes_them(program, tmp_path):
+    padded = b"\x8a\x80\x80\x80"  # to five bytes with the next one, whose upper bits Protobuf drops in a tag
+    tags = [b"\x0a", b"\x8a\x00", b"\x8a\x80\x80\x00", padded + b"\x00", padded + b"\x10", padded + b"\x70"]
+    lengths = [b"\x08", b"\x88\x00", b"\x88\x80\x80\x00"]
+    other_tags = [padded + b"\x01", b"\x8a\x80\x10", b"\x8a", b"\x80\x00", b"\x0b", b"\x00", b""]
+    other_lengths = [b"\x88\x80\x80\x80\x10", b"\x88", b"\x00", b"\x09", b""]
+    read = [(tag, b"\x08") for tag in tags] + [(tag, each) for tag in tags[:2] for each in lengths]
+    other = [(tag, b"\x08") for tag in other_tags] + [(b"\x0a", each) for each in other_lengths]
+    place = shutil.copytree(folder(), tmp_path / "changed")
+    for tag, length in read + other:
+        content = tag + length + b"location"
+        replace_stage(place, "stage_0.onnx", content)
+        done, _ = decided(program, place, images()[:1], tmp_path)
+        refused = "names another file for its weights" in done.stderr
+        assert refused == ((tag, length) in read) == bool(ELSEWHERE.search(content)), content
+        assert done.returncode == 1  # of others too, which are no network
+
+
+def test_logits_that_are_not_rows_are_refused(program, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    float32, make = onnx.TensorProto.FLOAT, onnx.helper.make_tensor_value_info
+    for name, axes in (("one", [0]), ("none", [1, 2, 3])):  # logits of one sample for all, no classes
+        place = shutil.copytree(folder(), tmp_path / name)
+        nodes = [
+            onnx.helper.make_node("ReduceMax", ["images"], ["logits"], axes=axes, keepdims=0),
+            onnx.helper.make_node("Identity", ["images"], ["carried"]),
+        ]
+        outputs = [make("logits", float32, None), make("carried", float32, None)]
+        graph = onnx.helper.make_graph(nodes, "stage", [make("images", float32, [None, 3, 6, 7])], outputs)
+        opset = [onnx.helper.make_opsetid("", 17)]
+        content = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+        replace_stage(place, "stage_0.onnx", content)
+        done, _ = decided(program, place, images()[:3], tmp_path)
+        assert "a stage does not give a row of logits for each sample: export the network again" in done.stderr
+        assert done.returncode == 1
+
+
+def replace_stage(place, file, content):
+    """Write another stage into a folder, with its checksum."""
+    (place / file).write_bytes(content)
+    manifest = json.loads((place / "manifest.json").read_text())
+    next(each for each in manifest["stages"] if each["file"] == file)["checksum"] = checksum(content)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(int8, tmp_path):
+    command = [COMPILER, "-std=c++17", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    built = subprocess.run(
+        [*command, ROOT / "cpp/example.cpp", "-o", tmp_path / "program", "-ldl"], capture_output=True
+    )
+    if built.returncode:
+        pytest.skip("this compiler has no sanitizers")
+    quantised = with_policy(int8, drawn("threshold", np.random.default_rng(3), OPENED), tmp_path)
+    for place in (folder(), quantised):
+        for batch in (1, 37):
+            done, rows = decided(tmp_path / "program", place, images(), tmp_path, batch)
+            assert (done.returncode, len(rows)) == (0, len(images())), done.stderr
+            assert "Sanitizer" not in done.stderr
 
 
 @pytest.mark.slow

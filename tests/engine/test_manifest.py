@@ -111,8 +111,8 @@ def test_a_stage_whose_weights_lie_in_another_file_is_refused(copied, tmp_path, 
     weights.data_location = onnx.TensorProto.EXTERNAL
     weights.external_data.add(key="location", value="weights.bin")
     content = stage.SerializeToString()
-    overlong = content.replace(b"\x0a\x08location", b"\x0a\x88\x80\x00location")  # the same field, written at length
-    for each in (content, overlong):
+    longer = [b"\x0a\x88\x80\x00", b"\x8a\x00\x08", b"\x8a\x80\x80\x80\x10\x08"]  # the same field, written at length
+    for each in (content, *(content.replace(b"\x0a\x08location", field + b"location") for field in longer)):
         (copied / "stage_0.onnx").write_bytes(each)
         manifest = json.loads((copied / MANIFEST).read_text())
         manifest["stages"][0]["checksum"] = checksum(each)

@@ -19,8 +19,11 @@ from alight.engine.settings import PROVIDER, RunSettings
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
-# how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length
-ELSEWHERE = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
+# how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length; what
+# does not fit into 32 bits is dropped from the fifth byte of a tag, though not of a length; as `check_whole` in C++
+ELSEWHERE = re.compile(
+    rb"(?:\x0a|\x8a(?:\x80*\x00|\x80{3}[\x10\x20\x30\x40\x50\x60\x70]))(?:\x08|\x88\x80*\x00)location"
+)
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
 CPU = "CPU" + PROVIDER
 
