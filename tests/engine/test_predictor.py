@@ -241,7 +241,7 @@ def test_a_stream_is_kept_by_copies_under_an_equal_policy(backend, tmp_path):
 
 @each_backend
 def test_own_sample_numbers_may_be_any_of_64_bits(backend):
-    rule = ExitAt(costs=(6.0,), open_exits=(3,), num_exits=4)
+    rule = Threshold((np.inf,) * 3, costs=ALL_COSTS)
     numbers = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, size=len(images()), endpoint=True)
     numbers[:2] = -(2**63), 2**63 - 1
     found = predictor(backend, rule)(images(), samples=numbers)

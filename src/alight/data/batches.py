@@ -540,11 +540,9 @@ def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
 def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
     """Return one input: bytes of images normalised, numbers in the dtype that the network takes."""
     array: Any = value if is_tensor(value) else as_array(value)
-    if not is_tensor(array) and not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
     if is_pixels(array, spec):
         return image_batch(array, spec)
-    floats = "float" in str(array.dtype)
+    floats = "float" in str(getattr(array.dtype, "name", array.dtype))  # of any order of bytes
     if own is None:
         single = floats and array.itemsize >= 8 and not is_tensor(array)
     elif floats and "float" not in own.dtype:
@@ -553,7 +551,7 @@ def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
         single = "float" in own.dtype and own.dtype != "float64" and (not floats or array.itemsize >= 8)
     if single:  # the precision of networks
         array = array.float() if is_tensor(array) else array.astype(np.float32)
-    return array if is_tensor(array) else np.asarray(array, order="C")
+    return array if is_tensor(array) else np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
 def _warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:

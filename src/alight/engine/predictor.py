@@ -27,7 +27,6 @@ from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
 BATCH_SIZE = 256
-SPARSE = 8  # numbers per sample beyond which sorting samples by them is quicker than a table
 
 Numbered = tuple[Integers, State]  # sample numbers, and inputs as they came
 
@@ -335,19 +334,26 @@ class Predictor:
         except BaseException as error:
             _keep(error, found, first)
             raise
-        came = np.concatenate([each.samples for each in found])
+        *columns, of_class = zip(*found, strict=True)
+        came, predictions, open_indices = map(np.concatenate, columns)
         if numbers is not None and len(numbers) > len(came):
             raise BadInput(f"{len(numbers)} sample numbers for {len(came)} samples: give one for each")
-        order = _order(came, None if numbers is None else numbers[: len(came)])
-        open_indices = np.concatenate([each.open_indices for each in found])[order]
-        probabilities = [each.probabilities for each in found if each.probabilities is not None]
+        order, first_came = np.zeros(len(came), np.int64), int(came.min())
+        if int(came.max()) - first_came + 1 == len(came):  # without gaps: quicker than sorting
+            order[came - first_came] = np.arange(len(came))
+        else:
+            order = np.argsort(came, kind="stable")
+        if (came[order[1:]] == came[order[:-1]]).any():
+            raise AlightError("a sample was answered twice: report what network and policy it was")
+        if numbers is not None:
+            order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
         return Decisions.unchecked(
-            predictions=np.concatenate([each.predictions for each in found])[order],
-            exits=np.asarray(self.policy.open_exits)[open_indices],
-            spent=np.asarray(self.policy.costs)[open_indices],
+            predictions=predictions[order],
+            exits=np.asarray(self.policy.open_exits)[open_indices[order]],
+            spent=np.asarray(self.policy.costs)[open_indices[order]],
             exit_names=self._exit_names,
             unit=self.policy.unit,
-            probabilities=np.concatenate(probabilities)[order] if probabilities else None,
+            probabilities=None if of_class[0] is None else np.concatenate(of_class)[order],
             labels=known_labels(labels, len(came), self.backend.inputs.num_classes),
         )
 
@@ -439,29 +445,6 @@ def _numbers(samples: npt.ArrayLike) -> Integers:
     if not whole or (not rising and len(np.unique(numbers)) != len(numbers)):
         raise BadInput(f"samples of shape {numbers.shape}: give one whole number per sample, each once")
     return numbers.astype(np.int64)
-
-
-def _order(came: Integers, numbers: Integers | None) -> Integers:
-    """Return where the answers of samples lie among those that came, by their numbers; or where these rise.
-
-    >>> _order(np.array([7, 5, 6]), None), _order(np.array([7, 5, 6]), np.array([6, 7, 5]))
-    (array([1, 2, 0]), array([2, 0, 1]))
-    """
-    places, first = np.arange(len(came)), int(came.min())
-    span = int(came.max()) - first + 1
-    if span == len(came) or (numbers is not None and span <= SPARSE * len(came)):
-        table = np.zeros(span, np.int64)  # quicker than sorting
-        table[came - first] = places
-        is_unique = (table[came - first] == places).all()
-        order = table if numbers is None else table[numbers - first]
-    else:
-        order = np.argsort(came, kind="stable")
-        is_unique = (came[order[1:]] != came[order[:-1]]).all()
-        if numbers is not None:
-            order = order[np.searchsorted(came, numbers, sorter=order)]
-    if not is_unique:
-        raise AlightError("a sample was answered twice: report what network and policy it was")
-    return order
 
 
 def _in_single_batches(batches: Iterable[Numbered], size: int) -> Iterator[Numbered]:
