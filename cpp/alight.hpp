@@ -505,6 +505,17 @@ inline bool hashed_below(int64_t sample, double share, uint64_t salt, uint64_t p
   return hash32(sample, salt, purpose) < std::ceil(share * 4294967296.0);
 }
 
+struct Ties {
+  double lowest, highest;
+};
+
+// The scores tied with a threshold: equal to it but for rounding. The numbers are those of tie_range in Python, bit by
+// bit, since a quotient is never fused with a difference, as a product may be.
+inline Ties tie_range(double threshold) {
+  double width = std::isinf(threshold) ? 0 : std::min(std::fabs(threshold), std::fabs(1 - threshold)) / 100000;
+  return {threshold - width, threshold + width};
+}
+
 struct Memory {  // what a policy remembers of a sample between exits
   int64_t previous = -1, count = -1;
   std::vector<Memory> parts;
@@ -517,9 +528,8 @@ class Policy {
   // Whether a sample leaves at an open exit before the last.
   bool leaves(size_t exit, int64_t sample, int64_t prediction, double score_value, Memory& memory) const {
     if (rule == "Threshold") {
-      if (tie_shares[exit] >= 1) return score_value >= thresholds[exit];
-      bool drawn = hashed_below(sample, tie_shares[exit], salt, TIES);
-      return score_value > thresholds[exit] || (score_value == thresholds[exit] && drawn);
+      if (score_value > ties[exit].highest) return true;
+      return score_value >= ties[exit].lowest && hashed_below(sample, tie_shares[exit], salt, TIES);
     }
     if (rule == "Patience") {
       memory.count = prediction == memory.previous || memory.count < 0 ? memory.count + 1 : 0;
@@ -527,7 +537,7 @@ class Policy {
       return memory.count >= patience;
     }
     if (rule == "Streak") {
-      memory.count = score_value >= threshold ? std::max<int64_t>(memory.count, 0) + 1 : 0;
+      memory.count = score_value >= lowest ? std::max<int64_t>(memory.count, 0) + 1 : 0;
       return memory.count >= patience;
     }
     if (rule == "Lottery") {
@@ -556,7 +566,8 @@ class Policy {
     if (!content["combination"].is_null()) throw Error("combined exits do not run here: run the folder in Python");
     if (rule == "Threshold") thresholds = content["thresholds"].numbers(), tie_shares = content["tie_shares"].numbers();
     else if (rule == "Patience") patience = content["patience"].integer();
-    else if (rule == "Streak") threshold = content["threshold"].number(), patience = content["patience"].integer();
+    else if (rule == "Streak") threshold = content["threshold"].number(), lowest = tie_range(threshold).lowest,
+                                  patience = content["patience"].integer();
     else if (rule == "Lottery") exit_rates = content["exit_rates"].numbers();
     else if (rule == "Mixture") {
       share = content["share"].number();
@@ -574,12 +585,14 @@ class Policy {
     for (const std::vector<double>* shares : {&tie_shares, &exit_rates})
       for (double each : *shares) sized = sized && each >= 0 && each <= 1;
     for (double each : thresholds) sized = sized && !std::isnan(each);
+    for (double each : thresholds) ties.push_back(tie_range(each));
     if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || salt < 0)
       fail();
   }
   [[noreturn]] static void fail() { throw Error("the numbers of the policy do not fit together: calibrate again"); }
   std::vector<double> thresholds, tie_shares, exit_rates;
-  double threshold = 0, share = 0;
+  std::vector<Ties> ties;
+  double threshold = 0, lowest = 0, share = 0;
   int64_t patience = 0;
   uint64_t salt = 0;
   std::vector<Policy> parts;

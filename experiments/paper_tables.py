@@ -29,6 +29,7 @@ from alight.provenance import provenance
 
 FOLDER = RESULTS / "paper"
 SEED, DRAWS = 0, 1000  # of the bootstrap over test images
+ROUNDING = 1e-9  # of a spent share, which is a sum over images
 SLOW = ("genetic", "auto")  # seconds for one budget
 FAST = tuple(name for name in calibrate.METHODS if name not in SLOW)
 RIVALS = ("eero_marginal", "geometric", "gaussian", "patience", "best_single_exit")
@@ -284,7 +285,7 @@ def curve(method: Callable[..., object], result: Result, draws: Floats, step: in
 def _gains(own: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> Iterator[Row]:
     """What one curve gains on another at every spent budget that both reach."""
     for spend in SPENDS:
-        if all(spent[0].min() <= spend <= spent[0].max() for _, spent in (own, other)):
+        if all(spent[0].min() - ROUNDING <= spend <= spent[0].max() + ROUNDING for _, spent in (own, other)):
             mine, theirs = (
                 np.array([interpolated(spend, *each) for each in zip(*line, strict=True)]) for line in (own, other)
             )

@@ -16,11 +16,12 @@ from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
+from alight.budgeting.thresholds import tie_range
 from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
 from alight.networks.heads import TokenHead
-from alight.policies.policy import Threshold
+from alight.policies.policy import Streak, Threshold
 
 ROOT = Path(__file__).parent.parent
 COMPILER = shutil.which("c++")
@@ -93,6 +94,50 @@ def test_ties_are_drawn_by_the_same_hash(program, tmp_path):
     )
     assert 0.2 < (decisions.exits == 0).mean() < 0.6
     assert_same(decided(program, place, bright, tmp_path, 32)[1], decisions)
+
+
+TIES = """
+#include "alight.hpp"
+#include <cstdio>
+
+int main(int, char** given) {
+  alight::Policy policy(alight::Json::parsed(given[1])), streak(alight::Json::parsed(given[2]));
+  for (double threshold : alight::Json::parsed(given[3])["thresholds"].numbers()) {
+    alight::Ties ties = alight::tie_range(threshold);
+    std::printf("%a %a\\n", ties.lowest, ties.highest);
+  }
+  int64_t sample = 0;
+  for (double score : alight::Json::parsed(given[3])["scores"].numbers()) {
+    alight::Memory memory, other;
+    bool leaves = policy.leaves(0, sample++, 0, score, memory);
+    std::printf("%d %d\\n", leaves, streak.leaves(0, 0, 0, score, other));
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-O3", "-march=native", "-ffp-contract=fast"]], ids=["plain", "fused"])
+def test_the_same_scores_are_tied_to_the_bit_whatever_the_compiler_fuses(options, tmp_path):
+    (tmp_path / "ties.cpp").write_text(TIES)
+    command = [COMPILER, "-std=c++17", *options, "-I", ROOT / "cpp", tmp_path / "ties.cpp", "-o", tmp_path / "ties"]
+    subprocess.run([*command, "-ldl"], check=True)
+    rng = np.random.default_rng(0)
+    thresholds = [*rng.uniform(-2, 2, 500), *(1 - 10.0 ** -rng.uniform(0, 16, 300)), *10.0 ** rng.uniform(-300, 3, 200)]
+    thresholds = [*map(float, thresholds), 0.0, 1.0, np.inf, -np.inf]
+    for threshold in (0.0032489161900422087, 0.7, 1 - 1e-12, 1.0, -0.25):
+        ends = [np.nextafter(end, to) for end in tie_range(threshold) for to in (-np.inf, end, np.inf)]
+        scores = [*map(float, np.repeat([*ends, threshold], 10))]
+        policy = Threshold((threshold,), (0.4,), costs=(1.0, 2.0), salt=2**52 + 12345)
+        streak = Streak(threshold, 1, costs=(1.0, 2.0))
+        given = {"thresholds": [{np.inf: "never", -np.inf: "always"}.get(each, each) for each in thresholds]}
+        texts = [json.dumps(each) for each in (policy.to_dict(), streak.to_dict(), given | {"scores": scores})]
+        done = subprocess.run([tmp_path / "ties", *texts], capture_output=True, text=True, check=True)
+        lines = [line.split() for line in done.stdout.splitlines()]
+        ranges, decided = lines[: len(thresholds)], [[int(each) for each in line] for line in lines[len(thresholds) :]]
+        assert [tuple(map(float.fromhex, line)) for line in ranges] == [*map(tie_range, thresholds)]
+        samples = np.arange(len(scores))
+        expected = [rule.step(0, samples, samples, np.array(scores), ())[0] for rule in (policy, streak)]
+        np.testing.assert_array_equal(decided, np.stack(expected, 1).astype(int))
 
 
 def test_a_quantised_network_and_bytes_of_images_decide_as_in_python(program, int8, tmp_path):

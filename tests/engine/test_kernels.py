@@ -5,10 +5,12 @@ import pytest
 import torch
 from interpreted import INTERPRETED, interpreted, passed_in_a_process_of_their_own
 
+from alight.budgeting.thresholds import tie_range
 from alight.engine.backends import Reads
 from alight.engine.backends.torch.rows import kernels
 from alight.engine.backends.torch.values import pack
 from alight.policies.combinations import Gain, GeometricMean, Vote
+from alight.policies.policy import Threshold
 
 pytest.importorskip("triton")
 
@@ -16,7 +18,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
-    assert "59 passed, 9 skipped" in passed_in_a_process_of_their_own(__file__)
+    assert "95 passed, 9 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted
@@ -152,10 +154,48 @@ def test_one_kernel_scores_gains_as_numpy_does_to_the_bit(seed, exits, columns, 
 
 ADMIT = {"sent": "*i64", "numbers": "i32", "index": "i32", "target": "*i16", "words": "i32", "control": "*i64"}
 MOVE = {"source": "*i64", "rows": "*i64", "target": "*i64", "slots": "*i64", "words": "i32"}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "threshold", [0.0, 1e-300, 0.0032, 0.3, 0.9, 1 - 1e-12, 1.0, 7.5, -0.2, -1e-9, np.inf, -np.inf]
+)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_one_kernel_decides_about_ties_as_numpy_does_to_the_bit(threshold, share):
+    from alight.engine.backends.torch.kernels import settle_rows
+
+    policy = Threshold((threshold,), (share,), costs=(1.0, 2.0), salt=7 << 32 | 11)
+    ends = tie_range(threshold)
+    scores = np.repeat([threshold, *(np.nextafter(end, to) for end in ends for to in (-np.inf, end, np.inf))], 8)
+    samples, size = np.arange(100, 100 + len(scores)), len(scores)
+    expected = policy.step(0, samples, scores, scores, ())[0]
+    ties, rule = policy.numbers(0)
+    packed = torch.from_numpy(np.stack([np.zeros(size), np.ones(size), scores], 1))
+    numbers, here = torch.from_numpy(samples), torch.zeros(size, 4, dtype=torch.int64)
+    after, seen, moved = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros_like(numbers)
+    nothing, count = torch.zeros(1, dtype=torch.int64), torch.tensor([size])
+    tied, rules, rows = torch.tensor(ties, dtype=torch.float64), torch.tensor(rule), torch.zeros(size, 1)
+    settle_rows[(size, 1)](
+        *(packed, 3, 3, numbers, packed, tied, rules, count, size, 0, nothing, nothing, after, seen, here, size),
+        *(moved, size, rows, rows.clone(), 1, rows, rows, 0, rows, rows, 0),
+        TENSORS=1,
+        FIRST=True,
+        LAST=False,
+        DECIDED=False,
+        PROBABILITY=False,
+        ROWS=1 << (size - 1).bit_length(),
+        BLOCK=8,
+    )
+    left = int(expected.sum())
+    assert after.tolist() == seen.tolist() == [left, size - left]
+    np.testing.assert_array_equal(here[:left, 0].numpy(), samples[expected])
+    np.testing.assert_array_equal(moved[: size - left].numpy(), samples[~expected])
+
+
 PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
 POINTERS = """samples decided rules waiting answered arrived after seen answers next_samples source target source_2
 target_2""".split()
-SETTLE = {"packed": "*fp64", "threshold": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
+SETTLE = {"packed": "*fp64", "tied": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
 SETTLE |= dict.fromkeys("width probability size stage ring next_ring words words_2 words_3".split(), "i32")
 SETTLE |= {"source_3": "*i8", "target_3": "*i8"}
 DECIDES = {"LAST": False, "DECIDED": False}

@@ -116,8 +116,8 @@ def test_gains_of_a_seed_with_frozen_heads_are_the_committed_ones(scripts):
     assert len(own) == len(committed("frozen_seeds", network="convnext_frozen", seed=0)) > 0
     for row in own:
         other = expected[tuple(row[name] for name in named)]
-        for name in ("gain", "low", "high"):
-            assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)
+        for name in ("gain", "low", "high"):  # computed before near ties were ties: an image or two leave elsewhere now
+            assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-4)
     alone = [{name: row[name] for name in row if name != "seed"} for row in found if row["seed"] == "mean"]
     assert alone == [{name: row[name] for name in row if name != "seed"} for row in own]  # the mean of one seed
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alight import HeadOutputs, replay, route
-from alight.budgeting.thresholds import hash01
+from alight.budgeting.thresholds import hash01, tie_range
 from alight.errors import BadInput
 from alight.policies.policy import MIXING, ExitAt, Mixture, Patience, Streak, Threshold
 
@@ -16,13 +16,13 @@ def leaves(policy, open_index, sample, predictions, scores):
     """Whether one sample leaves, given all it has seen so far; written from the definitions, sample by sample."""
     match policy:
         case Threshold():
-            score, threshold = scores[-1], policy.thresholds[open_index]
-            return score > threshold or (
-                score == threshold and hash01(np.array(sample), policy.salt) < policy.tie_shares[open_index]
+            score, (lowest, highest) = scores[-1], tie_range(policy.thresholds[open_index])
+            return score > highest or (
+                score >= lowest and hash01(np.array(sample), policy.salt) < policy.tie_shares[open_index]
             )
         case Streak():
             recent = scores[-policy.patience :]
-            return len(recent) == policy.patience and all(score >= policy.threshold for score in recent)
+            return len(recent) == policy.patience and all(score >= tie_range(policy.threshold)[0] for score in recent)
         case Patience():
             recent = predictions[-policy.patience - 1 :]
             return len(recent) == policy.patience + 1 and len(set(recent)) == 1

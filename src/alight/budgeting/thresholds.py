@@ -1,11 +1,12 @@
 """Thresholds: which score lets the planned share of samples leave.
 
-A sample leaves at the first exit whose score is at least its threshold; of the samples whose score equals the
-threshold, those with `hash01(sample number, salt) < tie_share` leave. The last exit takes every sample and has no
-threshold.
+A sample leaves at the first exit whose score is above its threshold; of the samples whose score is tied with the
+threshold, which is equal to it but for rounding (`tie_range`), those with `hash01(sample number, salt) < tie_share`
+leave. The last exit takes every sample and has no threshold.
 """
 
 import math
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,8 +18,29 @@ from alight.errors import BadInput
 Slack = Literal["paper"] | float | None
 
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
+TIE_PRECISION = 100_000  # a score is tied with a threshold if they differ by less than one part in so many
 SALTS = 2**53  # so many salts there are: whole numbers that every reader of JSON keeps
 PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3.5, as its proof has it
+
+
+@lru_cache(maxsize=1024)
+def tie_range(threshold: float) -> tuple[float, float]:
+    """Return the lowest and the highest score that is tied with a threshold.
+
+    Scores of one image differ by about 1e-7 between batch sizes and runtimes, and a threshold often lies at the score
+    of many equal images: compared bit by bit, all of them would leave in one runtime and none in another. The range is
+    wider than that rounding, and too narrow to hold many different images. It is relative to how far the threshold is
+    from 0 and from 1, where scores saturate, so that 1 - 1e-12 stays below 1 - 1e-13; a margin near 0 may still differ
+    by more. C++ computes the same: it divides, since compilers may fuse a product with a difference, which rounds once.
+
+    >>> tie_range(0.5)
+    (0.499995, 0.500005)
+    >>> tie_range(1.0), tie_range(float("inf"))
+    ((1.0, 1.0), (inf, inf))
+    """
+    threshold = float(threshold)
+    width = 0.0 if math.isinf(threshold) else min(abs(threshold), abs(1.0 - threshold)) / TIE_PRECISION
+    return threshold - width, threshold + width
 
 
 class Thresholds(NamedTuple):
@@ -103,7 +125,8 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None,
     """Calibrate each exit on the samples still waiting there, so that the share gone by it is as planned.
 
     The threshold lies midway between the (k - 1)-th and k-th smallest score of those waiting, with k of
-    `passing_counts`: k - 1 of them pass on. Equal scores are ordered by the hash of the samples' rows under the salt.
+    `passing_counts`: k - 1 of them pass on. Where both are tied with it, it lies at the k-th, and of the samples tied
+    with that those pass on whose rows have the largest hashes under the salt.
 
     >>> scores = np.array([[0.1, 0.9], [0.4, 0.8], [0.6, 0.7]])
     >>> survivor_thresholds(scores, np.array([0.5, 0.5])).values
@@ -131,18 +154,23 @@ def _divide(column: Floats, waiting: Any, count: int, salt: int) -> tuple[npt.ND
     ordered = np.partition(column, sorted({max(count - 2, 0), count - 1}))
     upper = float(ordered[count - 1])
     lower = float(ordered[count - 2]) if count > 1 else upper
-    if count == 1 or lower < upper:
-        threshold = between(lower, upper)
-        return column < threshold, threshold, 1.0
-    tied = np.flatnonzero(column == upper)
+    threshold = between(lower, upper)
+    low, high = tie_range(threshold)
+    if count == 1 or lower < low:
+        return column < low, threshold, 1.0
+    low, high = tie_range(upper)
+    passing = column < low
+    tied = np.flatnonzero(~passing & (column <= high))
     hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied], salt)
-    stay = count - 1 - int((column < upper).sum())  # so many of the tied ones pass on: the largest hashes
     by_hash = np.argsort(hashes)
-    leaving = len(tied) - stay
-    last_leaving, first_staying = hashes[by_hash[leaving - 1]], hashes[by_hash[leaving]]
-    passing = column < upper
+    leaving = len(tied) - (count - 1 - int(passing.sum()))  # the others pass on: those with the largest hashes
+    if leaving == len(tied):
+        return passing, upper, 1.0
     passing[tied[by_hash[leaving:]]] = True
-    return passing, upper, between(float(last_leaving), float(first_staying))
+    last_leaving, first_staying = float(hashes[by_hash[leaving - 1]]), float(hashes[by_hash[leaving]])
+    if (column[tied] == upper).all():
+        return passing, upper, between(last_leaving, first_staying)
+    return passing, upper, first_staying  # the larger share: so the exits' law holds for scores that differ, too
 
 
 def between(lower: float, upper: float) -> float:

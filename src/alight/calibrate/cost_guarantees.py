@@ -39,7 +39,7 @@ from alight.budgeting.bounds import (
     smallest_sample,
 )
 from alight.budgeting.rates import Floats, tilted_rates
-from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds
+from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds, tie_range
 from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
 from alight.costs import Amount, Costs, as_costs
 from alight.display import layer_label, percent, quantity
@@ -455,7 +455,7 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
     for exit_index, threshold in enumerate(thresholds):
         column = (waiting if len(waiting) else scores)[:, exit_index]
         windows.append(tuple(rng.permutation(column)[:WINDOW].tolist()))
-        waiting = waiting[waiting[:, exit_index] < threshold]
+        waiting = waiting[waiting[:, exit_index] < tie_range(threshold)[0]]
     return tuple(windows)
 
 
@@ -511,9 +511,12 @@ def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
         return policy
     if isinstance(policy, Threshold):
         columns = [scores[:, exit_index] for exit_index in policy.open_exits[:-1]]
-        moved = tuple(_moved(*pair, level) for pair in zip(policy.thresholds, columns, strict=True))
-        ties = np.where(np.equal(moved, policy.thresholds), policy.tie_shares, 1.0)
-        return replace(policy, thresholds=moved, tie_shares=tuple(ties), exit_rates=())
+        moved = [_moved(*pair, level) for pair in zip(policy.thresholds, columns, strict=True)]
+        ties = [1.0] * len(moved)
+        for index, threshold in enumerate(policy.thresholds):
+            if level < 0 and tie_range(moved[index])[0] <= tie_range(threshold)[1]:  # else some would leave earlier
+                moved[index], ties[index] = threshold, policy.tie_shares[index]
+        return replace(policy, thresholds=tuple(moved), tie_shares=tuple(ties), exit_rates=())
     if isinstance(policy, Streak):
         if level >= 1:
             return replace(policy, threshold=-math.inf, patience=1)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from alight.budgeting.rates import Floats, tilted_rates
-from alight.budgeting.thresholds import between, hashed_below
+from alight.budgeting.thresholds import between, hashed_below, tie_range
 from alight.display import quantity
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
@@ -309,7 +309,9 @@ def _cut(scores: Floats, share: float) -> tuple[float, float]:
         return (math.inf if passing else -math.inf), 1.0
     ordered = np.partition(scores, [passing - 1, passing])
     lower, upper = float(ordered[passing - 1]), float(ordered[passing])
-    if lower < upper:
-        return between(lower, upper), 1.0
-    tied, below = int((scores == upper).sum()), int((scores < upper).sum())
-    return upper, 1 - (passing - below) / tied
+    threshold = between(lower, upper)
+    if lower < tie_range(threshold)[0]:
+        return threshold, 1.0
+    lowest, highest = tie_range(upper)
+    below, above = int((scores < lowest).sum()), int((scores > highest).sum())
+    return upper, 1 - (passing - below) / (len(scores) - below - above)

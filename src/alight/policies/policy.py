@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below
+from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below, tie_range
 from alight.costs import Costs
 from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity
 from alight.errors import BadInput, Mismatch
@@ -304,7 +304,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class Threshold(Policy):
-    """Leave once the score has reached the exit's threshold.
+    """Leave once the score has reached the exit's threshold; one that differs only by rounding is tied with it.
 
     >>> policy = Threshold(thresholds=(0.9,), costs=(1.0, 3.0), budget=2.0, method="by hand")
     >>> print(policy)
@@ -316,7 +316,7 @@ class Threshold(Policy):
     """
 
     thresholds: tuple[float, ...]  # of every open exit but the last
-    tie_shares: tuple[float, ...] = ()  # of the samples that equal the threshold, how many leave; by default all
+    tie_shares: tuple[float, ...] = ()  # of the samples tied with the threshold, how many leave; by default all
 
     def __post_init__(self) -> None:
         if not len(self.tie_shares):
@@ -338,10 +338,10 @@ class Threshold(Policy):
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index], self.salt), memory
 
-    def numbers(self, open_index: int) -> tuple[float, list[int]]:
-        """Return the step as numbers, for a kernel: the threshold; terms and limit of the hash; if it decides alone."""
+    def numbers(self, open_index: int) -> tuple[tuple[float, float], list[int]]:
+        """Return the step as numbers, for a kernel: the range of ties; terms and limit of the hash; if it is alone."""
         ties = hash_limit(self.tie_shares[open_index])
-        return self.thresholds[open_index], [*hash_terms(self.salt, TIES), ties, False]
+        return tie_range(self.thresholds[open_index]), [*hash_terms(self.salt, TIES), ties, False]
 
     def rule(self) -> list[list[str]]:
         columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
@@ -366,7 +366,7 @@ class Streak(Policy):
             raise BadInput(f"threshold {self.threshold} and patience {self.patience}: give a number, and 1 or more")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
-        confident = scores >= self.threshold
+        confident = scores >= tie_range(self.threshold)[0]
         (streak,) = memory or (0 * predictions,)
         streak = (streak + 1) * confident
         return streak >= self.patience, (streak,)
@@ -433,10 +433,10 @@ class Lottery(Policy):
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return hashed_below(samples, self._share_leaving(open_index), self.salt, LOTTERY + open_index), memory
 
-    def numbers(self, open_index: int) -> tuple[float, list[int]]:
+    def numbers(self, open_index: int) -> tuple[tuple[float, float], list[int]]:
         """Return the step as numbers, for a kernel, as those of a threshold are."""
         limit = hash_limit(self._share_leaving(open_index))
-        return math.inf, [*hash_terms(self.salt, LOTTERY + open_index), limit, True]
+        return (math.inf, math.inf), [*hash_terms(self.salt, LOTTERY + open_index), limit, True]
 
     def _share_leaving(self, open_index: int) -> float:
         waiting = sum(self.exit_rates[open_index:])
@@ -490,10 +490,11 @@ class Mixture(Policy):
 
 
 def reaches(scores: Array, samples: Array, threshold: float, tie_share: float, salt: int) -> Array:
-    """Return where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
+    """Return where a score is above the threshold, or tied with it and the sample in the share of ties that leaves."""
+    lowest, highest = tie_range(threshold)
     if tie_share >= 1:
-        return scores >= threshold
-    return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share, salt, TIES))
+        return scores >= lowest
+    return (scores > highest) | ((scores >= lowest) & hashed_below(samples, tie_share, salt, TIES))
 
 
 def _threshold(value: float) -> str:

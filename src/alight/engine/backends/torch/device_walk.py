@@ -118,12 +118,12 @@ class DeviceWalk:
         self.here: Callable[[], Any] = partial(on, device)
         self.integers = partial(torch.zeros, dtype=torch.int64, device=device)
         self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
-        self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
+        self.ties, self.rules = self.integers(self.last + 1, 2).double(), self.integers(self.last + 1, 4)
         self.use(policy)
         self.numbers: list[Tensor] = []  # of the combination at every stage whose answers or scores it changes
         if self.by_kernel and isinstance(policy.combination, COMBINED_BY_KERNEL):
             numbers = map(policy.combination.numbers, range(self.last + (not policy.keeps_answers)))
-            self.numbers = [self.thresholds.new_tensor(each) for each in numbers]
+            self.numbers = [self.ties.new_tensor(each) for each in numbers]
         self.rooms = [Room(_repeated(example, capacity), (), None, self.integers(capacity))]
         self.graphs: dict[Any, Any] = {}
 
@@ -132,7 +132,7 @@ class DeviceWalk:
         self.policy = policy
         if self.last and isinstance(policy, Threshold | Lottery) and self.by_kernel:
             numbers = [policy.numbers(open_index) for open_index in range(self.last)]
-            self.thresholds[: self.last] = self.thresholds.new_tensor([threshold for threshold, _ in numbers])
+            self.ties[: self.last] = self.ties.new_tensor([ties for ties, _ in numbers])
             self.rules[: self.last] = self.rules.new_tensor([rule for _, rule in numbers])
 
     def _answers(self, found: Integers) -> Answers:
@@ -265,7 +265,7 @@ class DeviceWalk:
             2 + len(self.reads[stage].columns),
             self.rooms[stage].samples[batch],
             packed if decided is None else decided,
-            self.thresholds[stage],
+            self.ties[stage],
             self.rules[stage],
             counts.waiting,
             size,

@@ -245,7 +245,7 @@ def move_row(source, target, words, row, place, part, BLOCK: tl.constexpr):  # t
 
 
 # numbers and pointers for which Triton need not compile a variant of the kernel each, as for 1 and multiples of 16
-PLAIN = """width probability samples decided threshold rules waiting size stage answered arrived after seen answers ring
+PLAIN = """width probability samples decided tied rules waiting size stage answered arrived after seen answers ring
 next_samples next_ring words_2 words_3""".split()
 
 
@@ -256,7 +256,7 @@ def settle_rows(  # type: ignore[no-untyped-def]
     probability,  # its column
     samples,  # their numbers
     decided,  # whether each leaves, and its class, where another rule decides
-    threshold,  # of the stage
+    tied,  # the lowest and the highest score that is tied with the threshold of the stage
     rules,
     waiting,  # how many rows are of samples
     size,  # rows that ran
@@ -304,10 +304,9 @@ def settle_rows(  # type: ignore[no-untyped-def]
         leaves = valid & (tl.load(decided + 2 * rows, mask=valid, other=0) != 0)
     else:
         score = tl.load(packed + rows * width + 2, mask=valid, other=0.0)
-        limit = tl.load(threshold)
-        ties = (score == limit) | (tl.load(rules + 3) != 0)  # or the hash decides alone
+        ties = (score >= tl.load(tied)) | (tl.load(rules + 3) != 0)  # or the hash decides alone
         drawn = hash_below(tl.load(samples + rows, mask=valid, other=0), rules)
-        leaves = valid & ((score > limit) | (ties & drawn))
+        leaves = valid & ((score > tl.load(tied + 1)) | (ties & drawn))
     leaves = leaves | (valid & (usable == 0))
     stays = valid & (leaves == 0)
     here = rows == row
