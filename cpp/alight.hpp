@@ -512,8 +512,10 @@ struct Ties {
 // The scores tied with a threshold: equal to it but for rounding. The numbers are those of tie_range in Python, bit by
 // bit, since a quotient is never fused with a difference, as a product may be.
 inline Ties tie_range(double threshold) {
-  double width = std::isinf(threshold) ? 0 : std::min(std::fabs(threshold), std::fabs(1 - threshold)) / 100000;
-  return {threshold - width, threshold + width};
+  if (std::isinf(threshold)) return {threshold, threshold};
+  double reach = threshold <= 0 ? -threshold : std::min(std::max(threshold, 0.1), std::fabs(1 - threshold));
+  double width = reach / 100000, lowest = threshold - width;
+  return {threshold > 0 ? std::max(0.0, lowest) : lowest, threshold + width};
 }
 
 struct Memory {  // what a policy remembers of a sample between exits

@@ -19,6 +19,7 @@ Slack = Literal["paper"] | float | None
 
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
 TIE_PRECISION = 100_000  # a score is tied with a threshold if they differ by less than one part in so many
+ABSOLUTE = 0.1  # below which positive scores, such as margins, are differences whose rounding shrinks no further
 SALTS = 2**53  # so many salts there are: whole numbers that every reader of JSON keeps
 PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3.5, as its proof has it
 
@@ -30,17 +31,22 @@ def tie_range(threshold: float) -> tuple[float, float]:
     Scores of one image differ by about 1e-7 between batch sizes and runtimes, and a threshold often lies at the score
     of many equal images: compared bit by bit, all of them would leave in one runtime and none in another. The range is
     wider than that rounding, and too narrow to hold many different images. It is relative to how far the threshold is
-    from 0 and from 1, where scores saturate, so that 1 - 1e-12 stays below 1 - 1e-13; a margin near 0 may still differ
-    by more. C++ computes the same: it divides, since compilers may fuse a product with a difference, which rounds once.
+    from 1 and, of negative scores, from 0, where scores saturate, so that 1 - 1e-12 stays below 1 - 1e-13. C++ computes
+    the same: it divides, since compilers may fuse a product with a difference, which rounds once.
 
-    >>> tie_range(0.5)
-    (0.499995, 0.500005)
+    >>> tie_range(0.5), tie_range(0.0)
+    ((0.499995, 0.500005), (0.0, 0.0))
     >>> tie_range(1.0), tie_range(float("inf"))
     ((1.0, 1.0), (inf, inf))
     """
     threshold = float(threshold)
-    width = 0.0 if math.isinf(threshold) else min(abs(threshold), abs(1.0 - threshold)) / TIE_PRECISION
-    return threshold - width, threshold + width
+    if math.isinf(threshold):
+        return threshold, threshold
+    if threshold <= 0:
+        width = -threshold / TIE_PRECISION
+        return threshold - width, threshold + width
+    width = min(max(threshold, ABSOLUTE), abs(1.0 - threshold)) / TIE_PRECISION
+    return max(0.0, threshold - width), threshold + width
 
 
 class Thresholds(NamedTuple):
