@@ -169,6 +169,24 @@ def test_openvino_takes_what_a_stage_does_not_read(tmp_path):
     assert {*other.exits.tolist()} == {0, 1}
 
 
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_bytes_of_clipped_activations_range_over_what_is_left_of_them(runtime, tmp_path, quick):
+    pytest.importorskip(runtime)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(count, 8, 3, padding=1), nn.ReLU6()) for count in (3, 8, 8)]
+    for layer in layers:
+        layer[0].weight.data *= 20  # most numbers are clipped
+    model = MultiExitModel(
+        [layers[0], nn.Sequential(*layers[1:])], [PooledLinear((8, 6, 7), 5) for _ in range(2)]
+    ).eval()
+    never = Threshold((np.inf,), costs=(1.0, 2.0))
+    source = export_model(model, never, tmp_path / "float", example=torch.from_numpy(images()[:2]))
+    place = lower(source, tmp_path / "int8", "int8", [(images()[:32],)], runtime=runtime)
+    assert not {node.op_type for graph in graphs(place) for node in graph.node} & {"Clip", "Relu"}
+    exact, found = logits_of(source, images(), 40), logits_of(place, images(), 40)
+    assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()

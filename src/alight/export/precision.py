@@ -47,7 +47,8 @@ LEVELS = {  # what a stage can be, by the precision that is asked for: the first
     BFLOAT16: (BFLOAT16, FLOAT32),
 }
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-BETWEEN = ("Add", "AveragePool", "Concat", "GlobalAveragePool", "MaxPool", "Relu")  # that keep images in int8
+# that keep images in int8; a clip, as of ReLU6, becomes the range of bytes, where the range before it may be far wider
+BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "GlobalAveragePool", "MaxPool", "Relu")
 ALIKE = 1e-4  # by which the scales of both sides of a cut may differ, in parts of them: both saw the same numbers
 PART = 16  # samples that are run together to find ranges
 SMALLEST = 256  # weights of a tensor: smaller ones stay in float32
