@@ -5,8 +5,8 @@
     python experiments/edge.py measure WORK                                 # 12 minutes on two
 
     python experiments/edge.py imagenet WORK --state MODELS --data IMAGENET --images 1000 --calibration 500
-    python experiments/edge.py measure WORK --images 1000 --latencies 200 --without lite1 float32 \\
-        --output results/edge_imagenet.csv      # a process takes 2 GB: all at once need 34
+    python experiments/edge.py measure WORK --images 1000 --latencies 400 --without lite1 \\
+        --output results/edge_imagenet.csv      # a process takes 2 GB: these need 23, all at once 34
 
 STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). `prepare` exports, quantises and
 calibrates all contenders into WORK, on test images; `measure` runs them on 2,000 others: each in a process of its own
