@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -461,6 +462,9 @@ def test_what_ends_before_the_last_exit_is_compared_with_the_full_network_in_one
     assert made.full_accuracy == (alone.predictions == labelled()[1]).mean() == said.correct().mean()
     assert made.full_accuracy > made.decisions.accuracy() + 0.1
     assert f"full network in this precision: {100 * made.full_accuracy:.1f} %, " in str(made)
+    assert made.float_time > 0
+    slower = replace(made, full_time=2.0, float_time=1e-9)
+    assert "Lower precision is not worth it here: the full network in float32 is faster; deploy that." in str(slower)
     assert "points of accuracy are lost at this budget: raise it, or ask for max_accuracy_loss" in str(made)
 
 
@@ -469,9 +473,9 @@ def test_stages_that_run_apart_are_timed_beside_the_network_in_one_piece(int8, t
     plain = export_model(network(), whole, tmp_path / "plain", progress=False)
     one = lower(plain, tmp_path / "one", "int8", [(images()[:64],)])
     clock_of_this_thread(engines)
-    costs, full = exported_costs(int8, (images()[:1],), 1, ONE, one)
+    costs, (full,) = exported_costs(int8, (images()[:1],), 1, ONE, [one])
     assert 0 < full < costs.full  # one session instead of three
-    assert exported_costs(int8, (images()[:1],), 1, ONE)[1] > 0
+    assert exported_costs(int8, (images()[:1],), 1, ONE)[1] == ()
 
 
 def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):

@@ -131,7 +131,7 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     terms = {**goal, "precision": precision, "settings": settings, "progress": not options.quiet}
     made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
     _write_triton(made.folder, options.triton)
-    names = ("exits", "levels", "before", "after", "times", "full_time", "full_accuracy", "shares")
+    names = ("exits", "levels", "before", "after", "times", "full_time", "float_time", "full_accuracy", "shares")
     values = {name: getattr(made, name) for name in names}
     values |= {"path": made.folder, "accuracy": made.decisions.accuracy(), "policy": made.policy.to_dict()}
     return CommandResult(f"{made}\n{made.folder}", values)

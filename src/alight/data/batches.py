@@ -117,6 +117,7 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     if kind is not None and kind in spec.known_kinds:
         return parts
     arrays = _checked(_parts(inputs, spec), spec)
+    _warn_of_pixels(arrays, spec)
     if kind is not None and len(spec.known_kinds) < MANY and [*map(id, parts)] == [*map(id, arrays)]:
         spec.known_kinds.add(kind)
     return arrays

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -37,6 +38,7 @@ TOLERATED = 0.005  # accuracy that an exit may lose by lower precision, before a
 DELTA = 0.05  # probability with which a guarantee of the largest loss may fail
 AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network down
 BATCH = 32  # samples that are recorded together
+FEW = 50  # labelled samples below which a warning is given
 FEWEST = 12  # labelled samples, of which both parts are divided once more
 COMPARED = 4  # samples of a batch that are run alone, too
 
@@ -49,8 +51,9 @@ class Deployed:
     >>> policy = ExitAt(open_exits=(0,), num_exits=1, costs=(2.0,))
     >>> decisions = replay(policy, HeadOutputs([[0.9], [0.4]], [[1], [0]], [1, 1]))
     >>> levels, accuracies, times = ("int8",), (0.5,), (2.0,)
-    >>> own = {"times": times, "full_time": 2.0, "full_accuracy": 0.5, "sizes": (400, 110), "decisions": decisions}
-    >>> found = Deployed(Path("int8"), policy, "onnxruntime", ("end",), levels, accuracies, accuracies, **own)
+    >>> own = {"times": times, "full_time": 2.0, "float_time": 5.0, "full_accuracy": 0.5, "sizes": (400, 110)}
+    >>> terms = levels, accuracies, accuracies, decisions
+    >>> found = Deployed(Path("int8"), policy, "onnxruntime", ("end",), *terms, **own)
     >>> found.shares, found.mean_time
     ((1.0,), 2.0)
     """
@@ -65,6 +68,7 @@ class Deployed:
     decisions: Decisions = field(repr=False)  # of the deployed folder about all labelled samples
     times: tuple[float, ...]  # milliseconds per sample until each answers, measured here
     full_time: float  # of the full network in this precision, in one piece
+    float_time: float  # of the same in float32
     full_accuracy: float  # of the same, on all labelled samples
     sizes: tuple[int, int]  # bytes of the stages, in float32 and now
 
@@ -96,16 +100,19 @@ class Deployed:
     def __str__(self) -> str:
         before, after = (size / 2**20 for size in self.sizes)
         pays, lost = self.mean_time < self.full_time, self.full_accuracy - self.decisions.accuracy()
+        in_float = "" if self.float_time == self.full_time else f", {quantity(self.float_time, 'ms')} in {FLOAT32}"
         lines = [
             f"{len(self.exits)} stages for {self.runtime}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
             *aligned(self.columns()),
             f"with exits: {accuracy_text(self.decisions.accuracy())} accuracy, {quantity(self.mean_time, 'ms')} on"
             f" average; full network in this precision: {accuracy_text(self.full_accuracy)},"
-            f" {quantity(self.full_time, 'ms')}",
+            f" {quantity(self.full_time, 'ms')}{in_float}",
             *filter(None, [lost_too_much(lost) if self.policy.budget is not None else ""]),
         ]
         if not pays and len(self.exits) > 1:
             lines.append("Early exit is not worth it here: open fewer exits, or deploy the full network.")
+        if self.float_time < min(self.mean_time, self.full_time):
+            lines.append(f"Lower precision is not worth it here: the full network in {FLOAT32} is faster; deploy that.")
         if self.policy.certificate:
             lines.append(str(self.policy.certificate))
         return "\n".join(lines)
@@ -154,6 +161,7 @@ def deploy(
     >>> len(deployed.predictor()(data[0]))
     300
     """
+    model = model if hasattr(model, "stages") else getattr(model, "network", model)  # of what `fit` returns
     if not hasattr(model, "stages"):
         raise BadInput(
             f"{type(model).__name__} is not a network with exits: give a MultiExitModel. For a cascade in lower"
@@ -214,6 +222,12 @@ class Deployment:
                 f"{len(original)} labelled samples, of which a third choose precision and exits, and the others"
                 f" calibrate: give at least {FEWEST}, better 1,000"
             )
+        if len(original) < FEW:
+            warnings.warn(
+                f"{len(original)} labelled samples, of which a third choose ranges, precision and exits: accuracies are"
+                f" rough and the policy is cautious; give {FEW} or more, better 1,000",
+                stacklevel=3,
+            )
         drawn = np.random.default_rng(0).permutation(len(self.original))
         self.choosing, self.calibrating = np.split(drawn, [max(1, round(CHOOSING * len(drawn)))])
         self.samples = [
@@ -221,6 +235,7 @@ class Deployment:
         ]
         self.levels: dict[int, str] = {}  # of the stages that end at an exit, where they are known
         self.made: dict[tuple[int, ...], tuple[Path, HeadOutputs]] = {}  # stages up to these exits, and their recording
+        self.sources: dict[tuple[int, ...], Path] = {}  # the same in float32
         self.numbers = count()  # of folders on the way
 
     def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
@@ -339,7 +354,7 @@ class Deployment:
         terms: dict[str, Any] = {"costs": costs, "open_exits": opened, "num_exits": self.model.num_exits}
         nobody = Threshold((np.inf,) * (len(opened) - 1), **terms) if len(opened) > 1 else ExitAt(**terms)
         made = export_model(self.model, nobody, self.folder / str(next(self.numbers)), progress=False)
-        self.float_bytes = _bytes_of(made)
+        self.sources[opened], self.float_bytes = made, _bytes_of(made)
         return made
 
     def _recorded(self, source: Path, levels: Sequence[str]) -> tuple[Path, HeadOutputs]:
@@ -402,7 +417,8 @@ class Deployment:
         self.steps.say("comparing it with the full network in one piece")
         sizes = self.float_bytes, _bytes_of(folder)  # the full network has its own
         whole, full = self._full_network()
-        times, full_time = exported_costs(folder, self.samples[0], self.batch_size, self.settings, whole)
+        wholes = [whole] if self.precision == FLOAT32 else [whole, self.sources[self.model.num_exits - 1,]]
+        times, alone = exported_costs(folder, self.samples[0], self.batch_size, self.settings, wholes)
         predictor = Predictor.load(folder, settings=self.settings, batch_size=BATCH)
         return Deployed(
             folder=folder.resolve(),
@@ -414,7 +430,8 @@ class Deployment:
             after=tuple(table.correct().mean(axis=0).tolist()),
             decisions=predictor.run(self.data, progress=self.steps.progress),
             times=tuple(times.cumulative().tolist()),
-            full_time=full_time,
+            full_time=alone[0],
+            float_time=alone[-1],
             full_accuracy=float(full.correct().mean()),
             sizes=sizes,
         )

@@ -30,6 +30,7 @@ from alight.policies.policy import Policy
 SECONDS = 1.0  # of the measurement at least
 LEAST_PASSES, RUN = 16, 5  # walks through all stages that count, with and without heads; in runs of so many
 ROUNDS = 5
+NOTABLE = 1.05  # times as fast as the next; less may be another order in another run
 EXITS, FULL = "with exits", "full network"
 COMPILED = f"{TORCH}, compiled"
 ABSENT = 'not installed, so not tried: pip install "alight[export,openvino]"'
@@ -101,8 +102,13 @@ class RuntimeComparison:
     def reason(self) -> str:
         """The recommendation, in a sentence."""
         first, *others = self.ranked
-        over = f": {first.per_second / others[0].per_second:.2f} times the next" if others else ""
-        return f"{first.runtime}, {first.what}, is the fastest here{over}."
+        winner = f"{first.runtime}, {first.what}, is"
+        if not others:
+            return f"{winner} the fastest here."
+        second, over = others[0], first.per_second / others[0].per_second
+        if over < NOTABLE:
+            return f"{winner} as fast here as {second.runtime}, {second.what} ({over:.2f} times)."
+        return f"{winner} the fastest here: {over:.2f} times the next."
 
     def __str__(self) -> str:
         return "\n".join([*aligned(self.columns()), *self._remarks(), self.reason])
@@ -205,13 +211,12 @@ def _cell(trial: RuntimeTrial | None) -> str:
 
 
 def exported_costs(
-    folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None, whole: Path | None = None
-) -> tuple[Costs, float]:
+    folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None, whole: Sequence[Path] = ()
+) -> tuple[Costs, tuple[float, ...]]:
     """Return milliseconds per sample of every stage and head of an exported folder, at this batch size; and of `whole`.
 
     A stage is timed with its head and the score, and without them, interleaved; a head's cost is the difference.
-    `whole` is a folder of the full network in one piece, interleaved too: stages that run apart take longer. Without it
-    the second number is the sum of the stages.
+    `whole` are folders of the full network in one piece, interleaved too: stages that run apart take longer.
     """
     settings = settings or RunSettings()
     manifest = Manifest.load(folder)
@@ -230,8 +235,8 @@ def exported_costs(
             [partial(run, stage) for stage in range(len(trunks))],
             [_states_of(trunk, alone) for trunk in trunks],
         ]
-        if whole is not None:
-            full = exported_backend(whole, Manifest.load(whole), settings, **terms).with_reads([Reads(())])
+        for each in whole:
+            full = exported_backend(each, Manifest.load(each), settings, **terms).with_reads([Reads(())])
             ways.append([partial(full.run_one if alone else full.run, 0)])
         times: list[list[list[float]]] = [[] for _ in ways]
         begin = time.perf_counter()
@@ -242,7 +247,7 @@ def exported_costs(
     together, without, *others = (1e3 * np.median(each, axis=0) / batch_size for each in times)
     without[-1] = together[-1]  # the last head is part of the full network
     costs = Costs(without, np.maximum(together - without, 0.0), "ms")
-    return costs, float(others[0][0]) if others else costs.full
+    return costs, tuple(float(each[0]) for each in others)
 
 
 def _states_of(trunk: Any, alone: bool) -> Callable[[State], tuple[None, State]]:

@@ -242,7 +242,7 @@ def _nothing_cheaper(loss: float, samples: int) -> str:
     needed = None if needed is None else math.ceil(needed / (1 - FITTED))
     more = f" ({needed:,} are needed at least)" if needed is not None and samples < needed else ""
     sure = f"{percent(CONFIDENCE)} confidence from {samples:,} labelled samples{more}"
-    return f"No cheaper policy loses at most {percent(loss)} with {sure}: use the full network."
+    return f"No policy that is cheaper by these times loses at most {percent(loss)} with {sure}: use the full network."
 
 
 def _check(
