@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import alight
-from alight import Costs, HeadOutputs, Predictor, TrainingSettings, load_policy, replay
+from alight import Costs, HeadOutputs, Predictor, TrainingSettings, deploy, load_policy, replay
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput, BudgetTooSmall
 from alight.evaluation import Point
@@ -420,6 +420,8 @@ def test_a_fit_is_run_by_every_installed_runtime_on_its_validation_samples(fitte
     samples, labels = (each.numpy() for each in digits()[1].tensors)
     np.savez("validation.npz", images=samples, labels=labels)
     with older_exporter():
+        deployed = deploy(fitted, (samples, labels), "int8", budget="60%", progress=False)
+        assert len(deployed.predictor()(samples[:5])) == 5
         status, out, err = run("fit net validation.npz --budget 60% --runtimes -o again --json --quiet", capsys)
     assert status == 0, err
     assert {each["runtime"] for each in json.loads(out)["runtimes"][0]["trials"]} == runtimes

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from commands import make_tables, run
 
+from alight import HeadOutputs, replay
 from alight.cli.arguments import salted_by
 from alight.cli.command import ExitStatus
-from alight.policies.policy import Lottery
+from alight.cli.running import spent_of
+from alight.policies.policy import Lottery, Threshold
 
 SWEEP = "sweep labelled.npz test.npz --costs costs.json --methods geometric,eero --budgets 50%"
 
@@ -107,3 +109,11 @@ def test_a_folder_is_salted_by_its_files(tmp_path):
 def test_data_that_is_not_a_path_is_salted_by_its_name():
     policy = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5))
     assert len({salted_by(policy, name).salt for name in ("s3://bucket/a", "s3://bucket/b", "cifar100:folder")}) == 3
+
+
+@pytest.mark.parametrize(("share", "over"), [(0.5, False), (0.52, False), (0.7, True)])
+def test_overspending_by_more_than_chance_is_said(share, over):
+    scores = (np.arange(400) < (1 - share) * 400).astype(float)[:, None]  # so many leave at the first of two exits
+    table = HeadOutputs(np.hstack([scores, scores]), np.zeros((400, 2), int))
+    policy = Threshold((0.5,), costs=(1.0, 3.0), budget=2.0, full_cost=3.0)
+    assert ("overspent by more than chance: are these samples like" in spent_of(replay(policy, table), policy)) == over

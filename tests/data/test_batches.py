@@ -188,6 +188,15 @@ def test_an_array_that_cannot_be_written_to_becomes_a_tensor_without_a_warning()
     assert as_tensor(as_inputs(array, SPEC)[0]).sum() == 0
 
 
+def test_floats_that_look_like_pixels_are_warned_of_when_a_predictor_first_sees_some():
+    policy = Threshold((0.5,), costs=(1.0, 2.0))
+    for pixels in (IMAGES.numpy(), 255 * IMAGES.double().numpy()):
+        predictor = Predictor(model(), policy)
+        with pytest.warns(UserWarning, match="images are floats from 0 to .*give bytes .uint8. or normalised floats"):
+            predictor(pixels)
+        predictor(pixels)  # which was said
+
+
 def test_doubles_stay_doubles_where_the_network_takes_them():
     double = InputSpec((TensorSpec("numbers", (None, 4), "float64"),))
     assert as_inputs(np.zeros((2, 4)), double)[0].dtype == np.float64

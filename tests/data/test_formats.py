@@ -109,6 +109,22 @@ def test_a_folder_for_each_class_is_read_by_the_networks_own_names(named, images
     assert labels.tolist() == ([1, 0, 0] if named else [0, 1, 1])
 
 
+@pytest.mark.parametrize("named", [(), ("dog", "cat")])
+@pytest.mark.parametrize("kind", ["npz", "npy"])
+def test_names_of_classes_beside_arrays_are_the_networks_own(named, kind, images, tmp_path):
+    names = np.array(["cat", "dog", "dog"])
+    if kind == "npz":
+        np.savez(path := tmp_path / "data.npz", images=images[:3], labels=names)
+    else:
+        path = tmp_path
+        np.save(tmp_path / "images.npy", images[:3])
+        np.save(tmp_path / "labels.npy", names)
+    ((_, labels),) = unpacked(load_data(path, spec(classes=named)))
+    assert labels.tolist() == ([1, 0, 0] if named else [0, 1, 1])
+    with pytest.raises(BadInput, match="has a class 'cat' that the network does not know: dog, eel"):
+        load_data(path, spec(classes=("dog", "eel")))
+
+
 def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
     for name, size in {"tall": (5, 40), "wide": (90, 16), "large": (100, 80)}.items():
         (tmp_path / "a").mkdir(exist_ok=True)

@@ -482,6 +482,9 @@ def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):
     few = tuple(each[:5] for each in labelled())
     with pytest.raises(BadInput, match=r"5 labelled samples, of which .* give at least 12, better 1,000"):
         deploy(network(), few, tmp_path / "int8", budget="80%", settings=ONE, progress=False)
+    few = tuple(each[:40] for each in labelled())
+    with pytest.warns(UserWarning, match="40 labelled samples, of which a third choose .*: accuracies are rough"):
+        Deployment(network(), few, "int8", ONE, 1, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("given", ["network", "thesis.tex"])

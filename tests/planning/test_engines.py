@@ -47,6 +47,12 @@ def test_the_fastest_is_written_and_decides_like_the_network(compared, tmp_path)
         RuntimeComparison(trials[:1], 64, network(), policy()).export(tmp_path / "other")
 
 
+def test_a_runtime_that_is_faster_by_noise_alone_is_as_fast_as_the_next():
+    trials = (RuntimeTrial("torch", "with exits", 100.0), RuntimeTrial("openvino", "full network", 103.0))
+    found = RuntimeComparison(trials, 64)
+    assert found.reason == "openvino, full network, is as fast here as torch, with exits (1.03 times)."
+
+
 def test_a_runtime_that_fails_is_named_and_the_others_count(monkeypatch):
     def refuse(*_, **__):
         raise BadInput("no operator for that")

@@ -117,7 +117,6 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     if kind is not None and kind in spec.known_kinds:
         return parts
     arrays = _checked(_parts(inputs, spec), spec)
-    _warn_of_pixels(arrays, spec)
     if kind is not None and len(spec.known_kinds) < MANY and [*map(id, parts)] == [*map(id, arrays)]:
         spec.known_kinds.add(kind)
     return arrays
@@ -259,7 +258,7 @@ def batches(loader: Iterable[Any], spec: InputSpec, what: str) -> Iterator[Batch
     for batch in loader:
         made = as_batch(batch, spec)
         if empty:
-            _warn_of_pixels(made.inputs, spec)
+            warn_of_pixels(made.inputs, spec)
         empty = False
         yield made
     if empty:
@@ -555,7 +554,7 @@ def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
     return array if is_tensor(array) else np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def _warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:
+def warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:
     """Warn if images are floats that look like pixels in 0..1 or 0..255, which the network would have normalised."""
     known, images = spec.normalisation, inputs[0]
     if spec.image_shape is None or not spec.takes_floats or known is None or getattr(images, "is_cuda", False):

@@ -94,7 +94,7 @@ def _folder(path: Path, spec: InputSpec, split: str | None, labels: bool) -> Sam
             raise BadInput(f"{path} has {', '.join(sorted(arrays))}: save images.npy, and labels.npy beside it")
         found = _array(arrays[inputs or next(iter(arrays))])
         own = _array(arrays[labelled]) if labels and labelled is not None and inputs is not None else None
-        return Samples([found], _checked_labels(own, len(found), path))
+        return Samples([found], _checked_labels(own, len(found), path, spec))
     return _image_folder(path, spec, labels)
 
 
@@ -112,7 +112,7 @@ def _arrays(path: Path, spec: InputSpec, labels: bool) -> Samples:
         raise BadFile(path, f"it is damaged or holds objects ({error})", "save plain arrays with np.savez") from error
     if not columns or not columns[0].ndim:
         raise BadFile(path, f"it has {listed}", SAVE)
-    return Samples(columns, _checked_labels(own, len(columns[0]), path), by_name)
+    return Samples(columns, _checked_labels(own, len(columns[0]), path, spec), by_name)
 
 
 def _array(path: Path) -> np.ndarray:
@@ -125,10 +125,13 @@ def _array(path: Path) -> np.ndarray:
     return made
 
 
-def _checked_labels(labels: np.ndarray | None, count: int, path: Path) -> np.ndarray | None:
+def _checked_labels(labels: np.ndarray | None, count: int, path: Path, spec: InputSpec) -> np.ndarray | None:
+    if labels is not None and labels.dtype.kind == "U" and labels.ndim == 1:
+        indices = class_indices(sorted({*labels.tolist()}), spec, str(path))
+        labels = np.array([indices[name] for name in labels.tolist()])
     if labels is not None and (labels.ndim != 1 or len(labels) != count or labels.dtype.kind not in "iu"):
         problem = f"its labels are {labels.dtype} of shape {labels.shape}"
-        raise BadFile(path, problem, f"give {count} class indices ({ONE_CLASS})")
+        raise BadFile(path, problem, f"give {count} class indices or names ({ONE_CLASS})")
     return labels
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of, prefetch
+from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of, prefetch, warn_of_pixels
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.cascade import Cascade
@@ -157,6 +157,7 @@ class Predictor:
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
         self._deciding: Any = getattr(self.backend, "deciding", None)  # where the device may decide
         self._memory: Memory = ()
+        self._has_seen_inputs = False
 
     def __repr__(self) -> str:
         policy = self.policy.method or type(self.policy).__name__
@@ -209,6 +210,9 @@ class Predictor:
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """Return the decisions about these inputs, in their order."""
         arrays = as_inputs(inputs, self.backend.inputs)
+        if not self._has_seen_inputs:
+            self._has_seen_inputs = True
+            warn_of_pixels(arrays, self.backend.inputs)
         size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
         if total == 1 and (self._one_by_one or self._deciding):
             sample = self._numbering.take(1) if samples is None else _number(samples)

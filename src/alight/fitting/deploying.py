@@ -417,8 +417,8 @@ class Deployment:
         self.steps.say("comparing it with the full network in one piece")
         sizes = self.float_bytes, _bytes_of(folder)  # the full network has its own
         whole, full = self._full_network()
-        wholes = [whole] if self.precision == FLOAT32 else [whole, self.sources[self.model.num_exits - 1,]]
-        times, alone = exported_costs(folder, self.samples[0], self.batch_size, self.settings, wholes)
+        in_float = [] if self.precision == FLOAT32 else [self.sources[(self.model.num_exits - 1,)]]
+        times, alone = exported_costs(folder, self.samples[0], self.batch_size, self.settings, [whole, *in_float])
         predictor = Predictor.load(folder, settings=self.settings, batch_size=BATCH)
         return Deployed(
             folder=folder.resolve(),

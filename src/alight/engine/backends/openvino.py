@@ -194,7 +194,7 @@ def _give_channels_last(model: Any, names: Collection[str]) -> frozenset[str]:
     """Let a model give images of these names, as convolutions make them, with channels last, and return which.
 
     Kernels for convolutions keep channels last in memory, so that nothing has to be copied; to copy images to channels
-    first took 4 to 25 % of the time of a ResNet-18 with three exits. Bytes are handed on so by the graph itself. The
+    first took 7 to 13 % of the time of a ResNet-18 with three exits. Bytes are handed on so by the graph itself. The
     plugin leaves such a transposition out, but not after a sum: a maximum that changes nothing stands between.
     """
     openvino = openvino_library()
