@@ -114,7 +114,8 @@ def test_the_tree_has_no_cycle_no_class_twice_and_no_tangled_function():
 @pytest.mark.slow
 def test_walks_of_common_tasks_are_measured_and_do_not_grow():
     counts = {row.measure: row.value for row in house.measure_walks(ROOT / "src/alight")}
-    most = {"alight calibrate": (171, 18), "alight predict, 40 images": (299, 37), "one HTTP request": (91, 22)}
+    # the range of ties is a function and a file of predict, and three of calibrate order scores in it by hash
+    most = {"alight calibrate": (174, 18), "alight predict, 40 images": (300, 38), "one HTTP request": (91, 22)}
     for name, (functions, files) in most.items():
         assert 20 < counts[f"{name}: functions"] <= functions
         assert 5 < counts[f"{name}: files"] <= files

@@ -167,7 +167,7 @@ def _divide(column: Floats, waiting: Any, count: int, salt: int) -> tuple[npt.ND
     low, high = tie_range(upper)
     passing = column < low
     tied = np.flatnonzero(~passing & (column <= high))
-    hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied], salt)
+    hashes = hash32(tied if isinstance(waiting, slice) else waiting[tied], salt) / 2**32
     by_hash = np.argsort(hashes)
     leaving = len(tied) - (count - 1 - int(passing.sum()))  # the others pass on: those with the largest hashes
     if leaving == len(tied):
