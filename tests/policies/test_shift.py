@@ -100,8 +100,8 @@ def test_a_million_rows_are_compared_in_about_two_sorts_per_exit():
         run()
         return time.process_time() - begin
 
-    sort = min(seconds(lambda: np.sort(scores, axis=None)) for _ in range(3))
-    assert min(seconds(lambda: diagnose_shift(*tables)) for _ in range(2)) < 10 * sort
+    sort = min(seconds(lambda: np.sort(scores, axis=None, kind="stable")) for _ in range(3))  # others use AVX-512
+    assert min(seconds(lambda: diagnose_shift(*tables)) for _ in range(2)) < 4 * sort
 
 
 def test_coarse_scores_that_are_alike_are_compared_without_a_word_of_scipy():
