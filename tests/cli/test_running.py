@@ -112,8 +112,8 @@ def test_data_that_is_not_a_path_is_salted_by_its_name():
 
 
 @pytest.mark.parametrize(("share", "over"), [(0.5, False), (0.52, False), (0.7, True)])
-def test_overspending_by_more_than_chance_is_said(share, over):
+def test_significant_overspending_is_said(share, over):
     scores = (np.arange(400) < (1 - share) * 400).astype(float)[:, None]  # so many leave at the first of two exits
     table = HeadOutputs(np.hstack([scores, scores]), np.zeros((400, 2), int))
     policy = Threshold((0.5,), costs=(1.0, 3.0), budget=2.0, full_cost=3.0)
-    assert ("overspent by more than chance: are these samples like" in spent_of(replay(policy, table), policy)) == over
+    assert ("overspent significantly: are these samples like" in spent_of(replay(policy, table), policy)) == over

@@ -55,7 +55,7 @@ from alight.scores import SCORES
 if TYPE_CHECKING:
     from alight.planning.plan import Plan
 
-CHANCE = 3  # standard errors by which samples that are like those of the calibration may spend more than the budget
+ERRORS = 3  # standard errors by which samples that are like those of the calibration may spend more than the budget
 RECORDED = ("score", "features", "top")  # options of record
 FILES = (".csv", ".parquet", ".npz")
 BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
@@ -163,8 +163,8 @@ def spent_of(decisions: Decisions, policy: Policy) -> str:
     )
     allowed = "" if policy.budget is None else f"; budget {policy.amount(policy.budget)}"
     error = decisions.spent.std() / len(decisions) ** 0.5
-    if policy.budget is not None and decisions.mean_cost > policy.budget + CHANCE * error:
-        allowed += ", overspent by more than chance: are these samples like those it was calibrated with?"
+    if policy.budget is not None and decisions.mean_cost > policy.budget + ERRORS * error:
+        allowed += ", overspent significantly: are these samples like those it was calibrated with?"
     return f"spent {quantity(decisions.mean_cost, policy.unit)} per sample{share}{allowed}"
 
 
