@@ -11,8 +11,9 @@ sample is `near` if a score lies within 1e-5 of its threshold. `certificates` re
 once, calibrates with a guarantee on 1,000 draws of 1,000 and counts the draws whose policy breaks it on the others:
 results/edge_certificates.csv. `footprint` starts each program anew, also on one core with 512 MiB:
 results/edge_footprint.csv. `asking` times single images through three exits at which nobody leaves, beside the same
-network in one piece, and in one piece with all heads, each in a process of its own, in turns: results/edge_asking.csv;
-without STATE and without a prepared WORK the weights and images are random, which take as long.
+network in one piece, and in one piece with all heads, each in a process of its own, in turns, and then batches of 64 in
+rounds: results/edge_asking.csv; without STATE and without a prepared WORK the weights and images are random, which take
+as long.
 """
 
 import argparse
@@ -50,6 +51,7 @@ DRAWS, CALIBRATION, RECORDED = 1000, 1000, 5000
 LIMIT = 512 * 2**20  # bytes
 ONE = RunSettings(threads=1)
 ASKED = 400  # images that pass three exits
+BATCHED, ROUNDS = 384, 7  # images in batches of 64, and how often
 Row = dict[str, str | float | int]
 Answers = tuple[np.ndarray, np.ndarray]  # labels and exits
 
@@ -242,19 +244,24 @@ def asking(work: Path, state: Path | None) -> Iterator[Row]:
             if not all(each.is_ready() for each in workers):
                 raise SystemExit(f"a contender does not run: see {folder}/workers.log")
             parts = [in_turns(workers, start, start + PART) for start in range(0, ASKED, PART)]
+            rounds = [[each.ask(do="many", rows=[*range(BATCHED)])[1] for each in workers] for _ in range(ROUNDS + 1)]
             for each in workers:
                 each.close()
+            batched = dict(zip(places, 1e3 * np.array(rounds[1:]).T / BATCHED, strict=True))  # the first warms up
             turns = {
                 name: np.concatenate([part[name] for part in parts]).reshape(-1, TURN).mean(axis=1) for name in places
             }
             whole, heads, asked = (turns[name] for name in ("whole", "heads", "asked"))
+            many = {name: batched[name] for name in ("whole", "heads", "asked")}
             row: Row = {"engine": engine, "runtime": runtime, "precision": precision, "threads": threads}
             row |= {"exits_asked": 3, "images": ASKED}
             row |= {f"{name}_ms": float(np.median(times)) for name, times in turns.items()}
+            row |= {f"batched_{name}_ms": float(np.median(times)) for name, times in many.items()}
             for name, ratios in {
                 "over": asked / whole - 1,
                 "heads": heads / whole - 1,
                 "rest": (asked - heads) / whole,
+                "batched_rest": (many["asked"] - many["heads"]) / many["whole"],
             }.items():
                 low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
                 row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
