@@ -486,6 +486,31 @@ def test_an_interrupted_sample_is_not_answered_in_place_of_the_next(tinted, monk
 
 @interpreted
 @pytest.mark.parametrize("count", [1, 3])
+def test_answers_are_awaited_on_the_device_of_the_network(tinted, monkeypatch, count):
+    inside, awaited = [], []
+
+    @contextmanager
+    def on(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    class Watched(ByPython):
+        def wait(self, is_done):
+            awaited.append(bool(inside))
+            super().wait(is_done)
+
+    monkeypatch.setattr(device_walk, "on", on)
+    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Watched), None))
+    found = predictor_of(tinted, NEVER, 8)
+    for _ in range(3):
+        [*found.answers(PICTURES[:count].clone())]
+    assert len(awaited) >= 3
+    assert all(awaited)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_device_that_ends_without_answers_is_named(tinted, monkeypatch, count):
     monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Queued), None))
     found = predictor_of(tinted, NEVER, 8)
