@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -119,6 +120,38 @@ def test_every_sample_of_a_batch_gets_the_logits_that_it_gets_alone(runtime, tmp
     assert np.abs(logits_of(source, inputs, 1) - alone).max() < 0.2 * np.abs(alone).max()
     for size in (7, 40, len(inputs)):
         assert (logits_of(place, inputs, size) == alone).all()
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_single_samples_get_the_same_from_memory_that_is_used_again(precision, runtime, tmp_path):
+    pytest.importorskip(runtime)
+    place = lower(folder(), tmp_path / "lower", precision, [(images()[:32],)], runtime=runtime)
+    predictor = Predictor.load(place, settings=ONE, probabilities=True, allow_mismatch=True)
+    inputs = images()[:60]
+    numbers = np.arange(len(inputs))
+
+    def answers(given):
+        found = [predictor(one, [number]) for number, one in zip(numbers, given, strict=True)]
+        return [(each.predictions[0], each.exits[0], each.probabilities[0]) for each in found]
+
+    expected = answers(inputs[row : row + 1].copy() for row in numbers)
+    assert len({left for _, left, _ in expected}) == len(OPENED)
+    same = np.empty_like(inputs[:1])
+
+    def written_over():
+        for row in numbers:
+            same[:] = inputs[row]
+            yield same
+
+    assert answers(written_over()) == expected
+    turned = np.ascontiguousarray(inputs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    assert answers(turned[row : row + 1] for row in numbers) == expected
+    with ThreadPoolExecutor(3) as pool:
+        assert all(each == expected for each in pool.map(lambda _: answers(inputs[:, None]), range(3)))
+    with pytest.raises(BadInput, match="NaN"):
+        predictor(np.full_like(same, np.nan))
+    assert answers(inputs[:, None]) == expected
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])

@@ -20,6 +20,7 @@ from alight.data.preprocess import InputSpec, as_array
 from alight.display import accuracy_text, aligned, quantity
 from alight.engine.backends import State
 from alight.engine.backends.exported import check_settings, exported_backend
+from alight.engine.backends.onnx import on_host
 from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
@@ -382,7 +383,7 @@ class Deployment:
             values, together = backend.run(stage, together)
             for row in range(len(alone)):
                 one, made = backend.run_one(stage, alone[row])
-                alone[row] = tuple(np.array(getattr(each, "data", each)) for each in made)
+                alone[row] = tuple(np.array(on_host(each)) for each in made)
                 gap = abs(one.largest - values.largest[-1 - row])
                 if not gap <= allowed * max(1.0, abs(one.largest)):
                     raise Mismatch(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import local
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ ELSEWHERE = re.compile(
 )
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
 CPU = "CPU" + PROVIDER
+MEMORY = {"CUDA" + PROVIDER: "cuda", "Tensorrt" + PROVIDER: "cuda"}  # of providers whose states are not the host's
 
 
 class OnnxBackend:
@@ -92,7 +94,8 @@ class OnnxBackend:
         return score_rows(logits, self.reads[stage]), state
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        logits, state = self.stages[stage](state)
+        run = getattr(self.stages[stage], "run_one", self.stages[stage])
+        logits, state = run(state)
         return score_one(logits, self.reads[stage]), state
 
     def take(self, state: State, rows: Integers) -> State:
@@ -133,8 +136,11 @@ class Session:
         except Exception as error:
             problem = f"onnxruntime {runtime.__version__} cannot load it ({first_line(error)})"
             raise BadFile(name, problem, "upgrade onnxruntime, or export it again") from error
-        self._name, self.inputs = name, [each.name for each in self._session.get_inputs()]
-        self._outputs = [each.name for each in self._session.get_outputs()]
+        given, made = self._session.get_inputs(), self._session.get_outputs()
+        self._name, self.inputs, self._outputs = name, [each.name for each in given], [each.name for each in made]
+        self._is_fixed = all(isinstance(size, int) for each in (*given, *made) for size in each.shape[1:])
+        self._memory = MEMORY.get(chosen[0], "cpu")
+        self._bound = local()  # each thread has memory of its own
 
     def __call__(self, state: State) -> tuple[np.ndarray, State]:
         """Return the logits and the next state, in the memory where ONNX Runtime wrote them."""
@@ -143,6 +149,55 @@ class Session:
         except Exception as error:  # of several types, none of which onnxruntime exports
             raise BadInput(refusal(self._name, len(state[0]), error)) from error
         return logits, tuple(others)
+
+    def run_one(self, state: State) -> tuple[np.ndarray, State]:
+        """Return the logits and the next state of a single sample, in memory that the next sample overwrites."""
+        run: Binding | None = getattr(self._bound, "run", None)
+        if run is None:
+            made = logits, others = self(tuple(map(on_host, state)))
+            if self._is_fixed:
+                self._bound.run = Binding(self._session, self.inputs, self._outputs, (logits, *others), self._memory)
+            return made
+        try:
+            return run(state)
+        except Exception as error:
+            self._bound.run = None
+            raise BadInput(refusal(self._name, 1, error)) from error
+
+
+class Binding:
+    """Runs a session for single samples, in memory that is bound to it once: nothing is copied between two stages."""
+
+    def __init__(
+        self, session: Any, inputs: Sequence[str], outputs: Sequence[str], made: Sequence[np.ndarray], memory: str
+    ) -> None:
+        values = _onnxruntime().OrtValue
+        self._session, self._binding, self._inputs = session, session.io_binding(), inputs
+        self._given: list[Any] = [None] * len(inputs)  # what is bound, and so must not be freed
+        self._logits = np.empty_like(made[0])
+        place = self._logits.ctypes.data
+        self._binding.bind_output(outputs[0], "cpu", 0, self._logits.dtype, self._logits.shape, place)
+        self._state = tuple(values.ortvalue_from_shape_and_type(each.shape, each.dtype, memory) for each in made[1:])
+        for name, each in zip(outputs[1:], self._state, strict=True):
+            self._binding.bind_ortvalue_output(name, each)
+
+    def __call__(self, state: State) -> tuple[np.ndarray, State]:
+        """Return the logits and the next state, in memory that the next run overwrites."""
+        for index, each in enumerate(state):
+            if isinstance(each, np.ndarray):
+                self._given[index] = each = np.ascontiguousarray(each)
+                self._binding.bind_cpu_input(self._inputs[index], each)
+            elif each is not self._given[index]:
+                self._given[index] = each
+                self._binding.bind_ortvalue_input(self._inputs[index], each)
+        self._session.run_with_iobinding(self._binding)
+        return self._logits, self._state
+
+
+def on_host(tensor: Any) -> np.ndarray:
+    """Return a part of a state that `run_one` gives as an array."""
+    made: np.ndarray = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(getattr(tensor, "data", tensor))
+    return made
 
 
 def check_whole(content: bytes, name: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from alight.data.preprocess import TensorSpec
 from alight.data.tokens import library
-from alight.engine.backends import HeadValues, State, score_one
+from alight.engine.backends import State
 from alight.engine.backends.onnx import OnnxBackend, available_cores, check_whole, first_line, refusal
 from alight.engine.manifest import BFLOAT16, INT8, Manifest, verified
 from alight.errors import BadFile, BadInput
@@ -53,10 +53,6 @@ class OpenVinoBackend(OnnxBackend):
             stages.append(Compiled(core, content, name, config, given, stage.carries, turned, self.batch_size))
             given, turned = stage.carries, stages[-1].turned
         return stages
-
-    def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        logits, state = self.stages[stage].run_one(state)
-        return score_one(logits, self.reads[stage]), state
 
 
 class Compiled:
@@ -259,6 +255,7 @@ def _widen_sums(model: Any) -> None:
         node.output(0).replace((opset.squeeze(found, last) if keeps else found).output(0))
 
 
+@cache
 def openvino_library() -> Any:
     """Return the library, if it is installed."""
     return library("openvino", '"alight[openvino]"')
