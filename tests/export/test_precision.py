@@ -401,6 +401,13 @@ def test_what_cannot_be_repeated_or_is_not_labelled_is_refused(tmp_path, quick):
     assert not (tmp_path / "int8").exists()
 
 
+@pytest.mark.parametrize("budget", ["0.1%", "1 FLOP", "half"])
+def test_a_budget_that_no_exit_keeps_is_refused_before_anything_is_written(budget, tmp_path, capsys):
+    with pytest.raises(BadInput, match=r"below the cheapest exit \(|is not a number, percentage or quantity"):
+        deploy(network(), labelled(), tmp_path / "int8", budget=budget, settings=ONE)
+    assert "deploy:" not in "".join(capsys.readouterr())
+
+
 def test_providers_are_those_of_the_installed_runtime(int8):
     with pytest.raises(BadInput, match=r"this onnxruntime has no provider 'tensorrt': choose among .*cpu"):
         backend(folder(), RunSettings(providers=("tensorrt",)))

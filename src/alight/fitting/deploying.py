@@ -13,11 +13,11 @@ import numpy as np
 
 from alight import calibrate
 from alight.calibrate.again import recalibrate
-from alight.calibrate.crossval import kept_exits
+from alight.calibrate.crossval import affordable_exits, kept_exits
 from alight.costs import Amount, Costs
 from alight.data.batches import as_batch, in_batches
 from alight.data.preprocess import InputSpec, as_array
-from alight.display import accuracy_text, aligned, quantity
+from alight.display import accuracy_text, aligned, layer_label, quantity
 from alight.engine.backends import State
 from alight.engine.backends.exported import check_settings, exported_backend
 from alight.engine.backends.onnx import on_host
@@ -28,7 +28,7 @@ from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
 from alight.fitting.calls import Steps
-from alight.fitting.steps import Goal, default_method, lost_too_much
+from alight.fitting.steps import BUDGET, Goal, default_method, lost_too_much
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
 from alight.policies.route import replay
@@ -41,6 +41,7 @@ AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network
 BATCH = 32  # samples that are recorded together
 FEW = 50  # labelled samples below which a warning is given
 FEWEST = 12  # labelled samples, of which both parts are divided once more
+COUNTED = ("FLOPs", "MACs")  # units in which costs are known before anything runs
 COMPARED = 4  # samples of a batch that are run alone, too
 
 
@@ -90,7 +91,7 @@ class Deployed:
     def columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
         return [
-            ["exit", *self.exits],
+            ["exit", *map(layer_label, self.exits)],
             ["precision", *self.levels],
             [f"accuracy, {FLOAT32}", *map(accuracy_text, self.before)],
             ["after", *map(accuracy_text, self.after)],
@@ -177,6 +178,8 @@ def deploy(
     settings = settings or RunSettings()
     check_settings("a deployed network is exported", settings)
     check_weights(model)
+    if goal is not None and goal.unit in COUNTED:
+        _check_affordable(model, goal)
     with tempfile.TemporaryDirectory() as temporary:
         work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
         return work.deployed(folder, policy or goal or Goal())
@@ -256,7 +259,7 @@ class Deployment:
         if goal.max_accuracy_loss is not None:
             return _within_loss(costs, goal.max_accuracy_loss, table, self.model.exits)
         method = calibrate.METHODS[default_method(table)]
-        amount = costs.budget(goal.budget or "50%")
+        amount = costs.budget(goal.budget or BUDGET)
         opened = kept_exits(calibrate.eero, costs, amount, table)
         certified = calibrate.certified_probability(method)
         fitted = certified(costs.at_exits(opened), amount, table.at_exits(opened))
@@ -319,8 +322,8 @@ class Deployment:
         for stage, level in steps:
             levels = [*levels[:stage], level, *levels[stage + 1 :]]
             self.steps.say(
-                f"{self.model.exits[opened[exit_index]]} loses accuracy: trying {level} up to"
-                f" {self.model.exits[opened[stage]]}"
+                f"{layer_label(self.model.exits[opened[exit_index]])} loses accuracy: trying {level} up to"
+                f" {layer_label(self.model.exits[opened[stage]])}"
             )
             place, table = self._recorded(source, levels)
             if not self._loses(table, opened, exit_index):
@@ -335,7 +338,7 @@ class Deployment:
 
     def costs(self, place: Path, opened: tuple[int, ...], unit: str) -> Costs:
         """Return the costs of these exits in a unit: counted for the network, or timed for the exported stages."""
-        if unit in ("FLOPs", "MACs"):
+        if unit in COUNTED:
             from alight.costing.measure import measure_costs
 
             return measure_costs(self.model, unit=unit, progress=False).at_exits(opened)
@@ -389,7 +392,8 @@ class Deployment:
                     raise Mismatch(
                         f"{self.runtime} in {self.precision} gives a sample {one.largest:.4g} alone and"
                         f" {values.largest[-1 - row]:.4g} in a batch, as largest logit at"
-                        f" {self.model.exits[exit_index]}: choose another runtime, version of it or precision"
+                        f" {layer_label(self.model.exits[exit_index])}: choose another runtime, version of it or"
+                        " precision"
                     )
 
     def _known_levels(self) -> Sequence[str]:
@@ -436,6 +440,14 @@ class Deployment:
             full_accuracy=float(full.correct().mean()),
             sizes=sizes,
         )
+
+
+def _check_affordable(model: Any, goal: Goal) -> None:
+    """Raise if no exit is cheap enough for a goal in counted operations, before anything is quantised."""
+    from alight.costing.measure import measure_costs
+
+    costs = measure_costs(model, unit=goal.unit, progress=False)
+    affordable_exits(costs, costs.budget(goal.budget or BUDGET))
 
 
 def _within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str, ...]) -> Policy:

@@ -218,8 +218,8 @@ class _Fitting:
             if reachable < self.goal.speedup:
                 raise BadInput(
                     f"a speed-up of {self.goal.speedup:g} is out of reach here: if every sample left after"
-                    f" {self.model.exits[first]!r}, batches of {self.batch_size} would run {reachable:.2f} times as"
-                    " fast as the full network; ask for less, or attach an earlier exit"
+                    f" {layer_label(self.model.exits[first])}, batches of {self.batch_size} would run {reachable:.2f}"
+                    " times as fast as the full network; ask for less, or attach an earlier exit"
                 )
 
     def check(self, validation: Any) -> None:
@@ -435,7 +435,7 @@ class _Fitting:
 
     def _exit_at(self, index: int) -> Policy:
         terms: dict[str, Any] = {"open_exits": (index,), "num_exits": self.model.num_exits, "unit": self.costs.unit}
-        name = "full network" if index == self.model.num_exits - 1 else self.model.exits[index]
+        name = "full network" if index == self.model.num_exits - 1 else layer_label(self.model.exits[index])
         return ExitAt(costs=tuple(self.costs.cumulative([index]).tolist()), method=name, **terms)
 
     def predictor(self) -> FittedPredictor:

@@ -14,7 +14,7 @@ from alight.calibrate.risk_guarantees import largest_loss, loses_at_most, smalle
 from alight.costing.cascades import example_inputs
 from alight.costing.measure import REPEATS, WARMUP, time_cascade, time_stages
 from alight.costs import Costs
-from alight.display import accuracy_text, aligned, html_table, percent, shown_steps
+from alight.display import accuracy_text, aligned, html_table, layer_label, percent, shown_steps
 from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
@@ -89,7 +89,7 @@ class Plan:
         return Predictor(self.model, self.policy, settings=self.settings, batch_size=self.batch_size, **terms)
 
     def _title(self) -> str:
-        names = ", ".join(self.model.exits[index] for index in self.open_exits)
+        names = ", ".join(layer_label(self.model.exits[index]) for index in self.open_exits)
         return f"batches of {self.batch_size}; open exits: {names}"
 
     def _columns(self) -> list[list[str]]:
