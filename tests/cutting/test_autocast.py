@@ -62,7 +62,7 @@ def test_stages_compute_in_the_precision_that_the_code_asks_for(kind, dtype, tmp
             assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("kind", [FullPrecisionEnd, HalfPrecisionEnd])
+@pytest.mark.parametrize("kind", [FullPrecisionEnd, HalfPrecisionEnd, HalfPrecision])
 def test_gradients_under_autocast_are_the_networks(kind):
     torch.manual_seed(0)
     network = kind()

@@ -180,6 +180,7 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
                 own.update(old)
             for tensor, content in written:
                 tensor.data.copy_(content)
+            torch.clear_autocast_cache()  # torch 2.6 reuses what was cast without gradients where they are wanted
 
 
 def _written_to(module: nn.Module) -> list[Tensor]:
