@@ -170,6 +170,16 @@ def test_networks_of_one_shape_are_compiled_apart_and_run_with_the_weights_they_
 
 
 @pytest.mark.slow
+def test_a_network_is_compiled_again_where_more_of_its_likeliest_classes_are_read():
+    for top in (2, 3):
+        plain, fast = (
+            record(network(), torch.from_numpy(images()), top=top, settings=each, progress=False)
+            for each in (None, COMPILED)
+        )
+        np.testing.assert_array_equal(fast.predictions, plain.predictions)
+
+
+@pytest.mark.slow
 def test_a_network_that_cannot_be_compiled_is_an_error_and_never_a_silent_fall_back():
     class Asks(nn.Module):
         def forward(self, features):

@@ -1,6 +1,7 @@
 """A network made ready to run: on its device, in its dtype and memory layout, compiled, or as CUDA graphs."""
 
 import copy
+import itertools
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -118,20 +119,22 @@ Run = Callable[..., Any]
 SHAPES = 8  # captured for each stage; batches of further shapes are launched kernel by kernel
 WARMING = 3  # runs before a capture, in which libraries choose their kernels
 CAPTURING = Lock()  # one thread at a time
+COMPILED = itertools.count()  # stages so far
 FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
 
 
 def compiled_stage(index: int, stage: nn.Module) -> Run:
     """Return one stage compiled as a whole for any batch size; where compilation gives up, that is an error.
 
-    It has code of its own: the compiler counts recompilations by code, not by network.
+    Its code has a name of its own: the compiler counts recompilations by code, and by name it remembers which numbers
+    have changed. Torch 2.6 could not branch on what is read once that was another number for an earlier network.
     """
 
     def run(*state: Tensor) -> Any:
         return stage(*state)
 
     own = types.FunctionType(
-        run.__code__.replace(co_name=f"stage_{index}"), run.__globals__, "run", None, run.__closure__
+        run.__code__.replace(co_name=f"stage_{index}_{next(COMPILED)}"), run.__globals__, "run", None, run.__closure__
     )
     options: dict[str, Any] | None = {"guard_filter_fn": _kept_guards} if FILTERS else None
     fast = torch.compile(own, fullgraph=True, dynamic=None, options=options)
