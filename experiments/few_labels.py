@@ -1,10 +1,11 @@
 """How many labels does `auto` need to choose a better method than `eero`? Calibrations with few samples of recordings.
 
-    python experiments/few_labels.py                    # three minutes on one core
+    pip install ./packages/recordings
+    python experiments/few_labels.py                    # ten minutes on one core
 
-So many samples of a recording that ships with alight calibrate a policy with contract "probability", as `alight.fit`
-does; its accuracy is that on the test samples. Writes results/few_labels.csv: one row per recording and number of
-samples, means over budgets and draws, and the difference of the two methods on the same draws with its standard error.
+So many samples of a recording calibrate a policy with contract "probability", as `alight.fit` does; its accuracy is
+that on the test samples. Writes results/few_labels.csv: one row per recording and number of samples, means over budgets
+and draws, and the difference of the two methods on the same draws with its standard error.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from alight.provenance import provenance
 from alight.recordings import Recording
 
 ROOT = Path(__file__).parent.parent
-SAMPLES, BUDGETS, DRAWS = (200, 400, 1000, 2000), ("35%", "50%", "70%"), 10
+NETWORKS = ("convnext_frozen_0", "minilm_banking77", "minilm_clinc150", "msdnet_joint_0", "resnet18_mixed_distilled_0")
+SAMPLES, BUDGETS, DRAWS = (300, 600, 1000, 2000), ("35%", "50%", "70%"), 10
 METHODS = ("eero", "auto")
 Row = dict[str, str | float | int]
 
@@ -26,8 +28,10 @@ Row = dict[str, str | float | int]
 def rows() -> Iterator[Row]:
     """Yield both methods, recording by recording."""
     for samples in SAMPLES:
-        for name in recordings.NAMES:
+        for name in (*recordings.NAMES, *NETWORKS):
             recording = recordings.load(name)
+            if len(recording.labelled) < samples:
+                continue
             found = np.array([[drawn(recording, method, samples, draw) for method in METHODS] for draw in range(DRAWS)])
             differences = found[:, 1, 0] - found[:, 0, 0]
             (eero, eero_spent), (auto, auto_spent) = found.mean(axis=0)
