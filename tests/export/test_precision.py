@@ -17,18 +17,29 @@ from exported import folder, images, network, older_exporter, policy, table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, from_timm, record, replay
+from alight import (
+    HeadOutputs,
+    MultiExitModel,
+    Predictor,
+    RunSettings,
+    calibrate,
+    deploy,
+    export_model,
+    from_timm,
+    record,
+    replay,
+)
 from alight.costs import Costs
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
-from alight.fitting.deploying import Deployment
+from alight.fitting import steps
+from alight.fitting.deploying import Deployment, _within_loss
+from alight.fitting.steps import Goal
 from alight.networks.heads import PooledLinear
 from alight.networks.store import save_model
-from alight.planning import engines
-from alight.planning.engines import exported_costs
 from alight.policies.policy import ExitAt, Threshold
 
 ONE = RunSettings(threads=1)
@@ -503,19 +514,39 @@ def test_what_ends_before_the_last_exit_is_compared_with_the_full_network_in_one
     assert made.full_accuracy > made.decisions.accuracy() + 0.1
     assert f"full network in this precision: {100 * made.full_accuracy:.1f} %, " in str(made)
     assert made.float_time > 0
-    slower = replace(made, full_time=2.0, float_time=1e-9)
+    slower = replace(made, clocked=np.array([[1.0, 2.0, 1e-9]]))
     assert "Lower precision is not worth it here: the full network in float32 is faster; deploy that." in str(slower)
     assert "points of accuracy are lost at this budget: raise it, or ask for max_accuracy_loss" in str(made)
 
 
-def test_stages_that_run_apart_are_timed_beside_the_network_in_one_piece(int8, tmp_path, quick, clock_of_this_thread):
-    whole = ExitAt(costs=(6.0,), open_exits=(3,), num_exits=4)
-    plain = export_model(network(), whole, tmp_path / "plain", progress=False)
-    one = lower(plain, tmp_path / "one", "int8", [(images()[:64],)])
-    clock_of_this_thread(engines)
-    costs, (full,) = exported_costs(int8, (images()[:1],), 1, ONE, [one])
-    assert 0 < full < costs.full  # one session instead of three
-    assert exported_costs(int8, (images()[:1],), 1, ONE)[1] == ()
+def test_an_early_exit_that_is_as_good_as_the_last_is_opened_for_a_largest_loss():
+    rng = np.random.default_rng(0)
+    truth = rng.integers(5, size=600)
+    right = np.where(rng.random(600) < 0.95, truth, (truth + 1) % 5)
+    predictions = np.stack([rng.integers(5, size=600), right, right, right], axis=1)
+    outputs = HeadOutputs(rng.random((600, 4)), predictions, truth, exits=network().exits)
+    costs = Costs([1.0, 1.0, 1.0, 3.0], [0.1] * 4, "ms")
+    chosen = _within_loss(costs, 0.02, outputs, network().exits)
+    assert chosen.open_exits[-1] == 3  # with which accuracy is compared
+    assert replay(chosen, outputs).mean_cost < 0.6 * costs.full
+    assert chosen.certificate.numbers["alpha"] == 0.02
+
+
+def test_all_samples_that_calibrate_choose_the_method_and_a_name_is_taken_instead(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(steps, "LEAST_LABELS", round(0.6 * len(images())))  # more than those that choose exits
+    work = Deployment(network(), labelled(), "int8", ONE, 1, tmp_path, progress=False)
+    used = []
+    monkeypatch.setitem(
+        calibrate.METHODS, "auto", lambda *given, **own: used.append(1) or calibrate.eero(*given, **own)
+    )
+    work.chosen(Goal("80%"))
+    assert used == [1]
+    work.chosen(Goal("80%"), "eero")
+    assert used == [1]
+    with pytest.raises(BadInput, match=r"method 'aut': choose one of eero, .*, for a budget"):
+        deploy(network(), labelled(), tmp_path / "int8", budget="80%", method="aut", settings=ONE)
+    with pytest.raises(BadInput, match="others have methods of their own"):
+        deploy(network(), labelled(), tmp_path / "int8", max_accuracy_loss=0.1, method="eero", settings=ONE)
 
 
 def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):

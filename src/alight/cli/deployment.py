@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alight import calibrate
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
     FORCE,
@@ -62,7 +63,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     check_unused(options.output, options.force, MANIFEST)
     if options.precision or options.data:
         return _deployed(options)
-    for name in ("budget", "max_accuracy_loss", "runtime", "providers"):
+    for name in ("budget", "max_accuracy_loss", "method", "runtime", "providers"):
         if getattr(options, name) is not None:
             raise BadInput(
                 f"--{name.replace('_', '-')} is for a policy that is calibrated on what is exported: give labelled"
@@ -128,7 +129,13 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     model.normalisation = model.normalisation or normalisation(options)
     data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
-    terms = {**goal, "precision": precision, "settings": settings, "progress": not options.quiet}
+    terms = {
+        **goal,
+        "method": options.method,
+        "precision": precision,
+        "settings": settings,
+        "progress": not options.quiet,
+    }
     made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
     _write_triton(made.folder, options.triton)
     names = ("exits", "levels", "before", "after", "times", "full_time", "float_time", "full_accuracy", "shares")
@@ -288,6 +295,7 @@ PRECISION_OPTIONS = {
     "bf16": (BFLOAT16, "arithmetic of 16 bits, by openvino"),
 }
 CALIBRATED = "labelled samples that trained nothing: the policy is calibrated again on what is exported"
+METHOD_OF_BUDGET = "of --budget, as of `alight calibrate`; eero runs in C++, auto (the default) not always"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer tokens that requests must bring (default: the one of {TOKEN}, if it is set)"
@@ -317,6 +325,7 @@ COMMANDS = (
             argument(
                 "--max-accuracy-loss", type=share, help="instead: the fastest that loses no more; 0.01 is a point"
             ),
+            argument("--method", choices=[*calibrate.METHODS], help=METHOD_OF_BUDGET, metavar="NAME"),
             argument("--batch-size", type=count, default=1, help="at which stages are timed (default: 1)"),
             argument("--threads", type=count, help="default: one for each processor"),
             *RUNTIME,

@@ -2,9 +2,11 @@
 
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from alight.costs import Amount, Costs
 from alight.data.batches import as_batch, in_batches
 from alight.data.preprocess import InputSpec, as_array
 from alight.display import accuracy_text, aligned, layer_label, quantity
-from alight.engine.backends import State
+from alight.engine.backends import Floats, State
 from alight.engine.backends.exported import check_settings, exported_backend
 from alight.engine.backends.onnx import on_host
 from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
@@ -28,7 +30,7 @@ from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
 from alight.fitting.calls import Steps
-from alight.fitting.steps import BUDGET, Goal, default_method, lost_too_much
+from alight.fitting.steps import BUDGET, WORTH, Goal, default_method, lost_too_much
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
 from alight.policies.route import replay
@@ -38,6 +40,8 @@ RANGED = 128  # samples whose values give the ranges of int8
 TOLERATED = 0.005  # accuracy that an exit may lose by lower precision, before a part of its stage stays in float32
 DELTA = 0.05  # probability with which a guarantee of the largest loss may fail
 AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network down
+FAILURES = 2  # of them in a row that end it: one may be bad luck
+ROUNDS, SECONDS = 5, 1.0  # of the measurement at least
 BATCH = 32  # samples that are recorded together
 FEW = 50  # labelled samples below which a warning is given
 FEWEST = 12  # labelled samples, of which both parts are divided once more
@@ -53,7 +57,7 @@ class Deployed:
     >>> policy = ExitAt(open_exits=(0,), num_exits=1, costs=(2.0,))
     >>> decisions = replay(policy, HeadOutputs([[0.9], [0.4]], [[1], [0]], [1, 1]))
     >>> levels, accuracies, times = ("int8",), (0.5,), (2.0,)
-    >>> own = {"times": times, "full_time": 2.0, "float_time": 5.0, "full_accuracy": 0.5, "sizes": (400, 110)}
+    >>> own = {"times": times, "clocked": np.array([[2.0, 2.0, 5.0]]), "full_accuracy": 0.5, "sizes": (400, 110)}
     >>> terms = levels, accuracies, accuracies, decisions
     >>> found = Deployed(Path("int8"), policy, "onnxruntime", ("end",), *terms, **own)
     >>> found.shares, found.mean_time
@@ -68,10 +72,9 @@ class Deployed:
     before: tuple[float, ...]  # accuracy of each in float32, on all labelled samples
     after: tuple[float, ...]  # accuracy in the folder's precision
     decisions: Decisions = field(repr=False)  # of the deployed folder about all labelled samples
-    times: tuple[float, ...]  # milliseconds per sample until each answers, measured here
-    full_time: float  # of the full network in this precision, in one piece
-    float_time: float  # of the same in float32
-    full_accuracy: float  # of the same, on all labelled samples
+    times: tuple[float, ...]  # milliseconds per sample that the stages take until each answers, measured here
+    clocked: Floats = field(repr=False)  # the same of predictors, in rounds: with exits, full network, that in float32
+    full_accuracy: float  # of the full network in this precision, on all labelled samples
     sizes: tuple[int, int]  # bytes of the stages, in float32 and now
 
     @property
@@ -81,8 +84,18 @@ class Deployed:
 
     @property
     def mean_time(self) -> float:
-        """Milliseconds per sample with samples leaving as the policy says."""
-        return float(np.dot(self.shares, self.times))
+        """Milliseconds per sample that a predictor of the folder takes, inputs made fit and decisions included."""
+        return float(np.median(self.clocked[:, 0]))
+
+    @property
+    def full_time(self) -> float:
+        """The same of the full network in this precision, in one piece."""
+        return float(np.median(self.clocked[:, 1]))
+
+    @property
+    def float_time(self) -> float:
+        """The same of the full network in float32."""
+        return float(np.median(self.clocked[:, 2]))
 
     def predictor(self, settings: RunSettings | None = None) -> Predictor:
         """Return the predictor of the folder; `Predictor.load` takes further options."""
@@ -95,25 +108,30 @@ class Deployed:
             ["precision", *self.levels],
             [f"accuracy, {FLOAT32}", *map(accuracy_text, self.before)],
             ["after", *map(accuracy_text, self.after)],
-            ["answer after", *(quantity(value, "ms") for value in self.times)],
+            ["stages take", *(quantity(value, "ms") for value in self.times)],
             ["leave", *map(accuracy_text, self.shares)],
         ]
 
     def __str__(self) -> str:
         before, after = (size / 2**20 for size in self.sizes)
-        pays, lost = self.mean_time < self.full_time, self.full_accuracy - self.decisions.accuracy()
-        in_float = "" if self.float_time == self.full_time else f", {quantity(self.float_time, 'ms')} in {FLOAT32}"
+        low, middle, high = np.quantile(self.clocked[:, 1] / self.clocked[:, 0], [0.25, 0.5, 0.75])
+        name = "with exits" if len(self.exits) > 1 else f"{layer_label(self.exits[0])} alone"
+        lost, is_lower = self.full_accuracy - self.decisions.accuracy(), any(each != FLOAT32 for each in self.levels)
+        own, full, in_float = (quantity(each, "ms") for each in (self.mean_time, self.full_time, self.float_time))
+        full += f", {in_float} in {FLOAT32}" if is_lower else ""
         lines = [
             f"{len(self.exits)} stages for {self.runtime}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
             *aligned(self.columns()),
-            f"with exits: {accuracy_text(self.decisions.accuracy())} accuracy, {quantity(self.mean_time, 'ms')} on"
-            f" average; full network in this precision: {accuracy_text(self.full_accuracy)},"
-            f" {quantity(self.full_time, 'ms')}{in_float}",
+            f"{name}: {accuracy_text(self.decisions.accuracy())} accuracy, {own} on average; full network in this"
+            f" precision: {accuracy_text(self.full_accuracy)}, {full}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f}) times as fast, with all that a predictor does around the stages",
             *filter(None, [lost_too_much(lost) if self.policy.budget is not None else ""]),
         ]
-        if not pays and len(self.exits) > 1:
+        if low < WORTH and len(self.exits) > 1:
             lines.append("Early exit is not worth it here: open fewer exits, or deploy the full network.")
-        if self.float_time < min(self.mean_time, self.full_time):
+        if self.policy.combination is not None:
+            lines.append("The policy combines exits, which does not run in C++: for that choose the method eero.")
+        if is_lower and self.float_time < min(self.mean_time, self.full_time):
             lines.append(f"Lower precision is not worth it here: the full network in {FLOAT32} is faster; deploy that.")
         if self.policy.certificate:
             lines.append(str(self.policy.certificate))
@@ -128,6 +146,7 @@ def deploy(
     policy: Policy | None = None,
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
+    method: str | None = None,
     precision: str = INT8,
     settings: RunSettings | None = None,
     batch_size: int = 1,
@@ -147,6 +166,8 @@ def deploy(
         policy: Calibrated on the original: its exits stay open, its method, budget and guarantee are used again.
         budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
         max_accuracy_loss: Instead: the cheapest policy in milliseconds that loses no more, with 95 % confidence.
+        method: Fits the policy for a budget, by its name in `calibrate.METHODS`; None: `auto`, or `eero` where labels
+            are few. The walk in C++ runs no policies that combine exits, as `auto` may: give "eero" for it.
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
         settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
@@ -172,6 +193,9 @@ def deploy(
     goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
+    if method is not None and (goal is None or goal.budget is None or method not in calibrate.METHODS):
+        known = ", ".join(calibrate.METHODS)
+        raise BadInput(f"method {method!r}: choose one of {known}, for a budget; others have methods of their own")
     from alight.export.exporting import check_weights
 
     check_loses_nothing(Path(folder))
@@ -182,7 +206,7 @@ def deploy(
         _check_affordable(model, goal)
     with tempfile.TemporaryDirectory() as temporary:
         work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
-        return work.deployed(folder, policy or goal or Goal())
+        return work.deployed(folder, policy or goal or Goal(), method)
 
 
 class Deployment:
@@ -242,23 +266,24 @@ class Deployment:
         self.sources: dict[tuple[int, ...], Path] = {}  # the same in float32
         self.numbers = count()  # of folders on the way
 
-    def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
+    def deployed(self, folder: PathLike, wanted: Policy | Goal, method: str | None = None) -> Deployed:
         """Return a folder with a policy for a goal, or with one like the given one."""
         if isinstance(wanted, Policy):
             return self.finished(wanted, Path(folder), None)
-        policy = self.chosen(wanted)
+        policy = self.chosen(wanted, method)
         absolute = wanted.unit == "ms" and "%" not in str(wanted.budget)
         return self.finished(policy, Path(folder), Amount(policy.budget) if absolute and policy.budget else None)
 
-    def chosen(self, goal: Goal) -> Policy:
+    def chosen(self, goal: Goal, name: str | None = None) -> Policy:
         """Return a policy whose exits and method are to be used, fitted to the samples that choose."""
         every = tuple(range(self.model.num_exits))
         place, table = self.lowered(every)
-        costs, table = self.costs(place, every, goal.unit), table.take(self.choosing)
+        costs, name = self.costs(place, every, goal.unit), name or default_method(table.take(self.calibrating))
+        table = table.take(self.choosing)
         self.steps.say("choosing exits")
         if goal.max_accuracy_loss is not None:
             return _within_loss(costs, goal.max_accuracy_loss, table, self.model.exits)
-        method = calibrate.METHODS[default_method(table)]
+        method = calibrate.METHODS[name]
         amount = costs.budget(goal.budget or BUDGET)
         opened = kept_exits(calibrate.eero, costs, amount, table)
         certified = calibrate.certified_probability(method)
@@ -347,7 +372,7 @@ class Deployment:
         from alight.planning.engines import exported_costs
 
         self.steps.say("timing stages and heads")
-        return exported_costs(place, self.samples[0], self.batch_size, self.settings)[0]
+        return exported_costs(place, self.samples[0], self.batch_size, self.settings)
 
     def _exported(self, opened: tuple[int, ...]) -> Path:
         """Return a folder of stages in float32 up to these exits."""
@@ -422,8 +447,7 @@ class Deployment:
         self.steps.say("comparing it with the full network in one piece")
         sizes = self.float_bytes, _bytes_of(folder)  # the full network has its own
         whole, full = self._full_network()
-        in_float = [] if self.precision == FLOAT32 else [self.sources[(self.model.num_exits - 1,)]]
-        times, alone = exported_costs(folder, self.samples[0], self.batch_size, self.settings, [whole, *in_float])
+        times = exported_costs(folder, self.samples[0], self.batch_size, self.settings)
         predictor = Predictor.load(folder, settings=self.settings, batch_size=BATCH)
         return Deployed(
             folder=folder.resolve(),
@@ -435,11 +459,34 @@ class Deployment:
             after=tuple(table.correct().mean(axis=0).tolist()),
             decisions=predictor.run(self.data, progress=self.steps.progress),
             times=tuple(times.cumulative().tolist()),
-            full_time=alone[0],
-            float_time=alone[-1],
+            clocked=self._clocked(folder, whole),
             full_accuracy=float(full.correct().mean()),
             sizes=sizes,
         )
+
+    def _clocked(self, folder: Path, whole: Path) -> Floats:
+        """Return milliseconds per sample by a deployed folder, and by full networks in this precision and float32."""
+        from alight.planning.timing import full_network
+
+        alone, size = full_network(self.model), self.batch_size
+        places = [whole, self.sources[alone.open_exits]]
+        runs = [exported_backend(each, Manifest.load(each), self.settings, batch_size=size) for each in places]
+        ways = [Predictor(each, alone, batch_size=size) for each in runs]
+        ways = [Predictor.load(folder, settings=self.settings, batch_size=size), *ways]
+        inputs = tuple(map(np.concatenate, zip(*self.samples, strict=True)))
+        parts = [tuple(each[row : row + size] for each in inputs) for row in range(0, len(inputs[0]), size)]
+        begin, taken = time.perf_counter(), list[list[float]]()
+        while len(taken) <= ROUNDS or time.perf_counter() - begin < SECONDS:
+            taken.append([_seconds(way, parts) for way in ways])
+        return 1e3 * np.array(taken[1:]) / len(inputs[0])
+
+
+def _seconds(predictor: Predictor, parts: Sequence[State]) -> float:
+    """Return the seconds of all parts, one after the other."""
+    begin = time.perf_counter()
+    for part in parts:
+        predictor(part)
+    return time.perf_counter() - begin
 
 
 def _check_affordable(model: Any, goal: Goal) -> None:
@@ -456,11 +503,16 @@ def _within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str
     full, last = testing.correct()[:, -1].mean(), len(costs) - 1
     terms: dict[str, Any] = {"num_exits": len(costs), "unit": costs.unit, "exits": exits, "full_cost": costs.full}
     best: Policy = ExitAt(costs=(costs.full,), open_exits=(last,), method="full network", **terms)
-    for amount in np.linspace(costs.full, float(costs.alone.min()), AMOUNTS + 1)[1:]:
-        policy = calibrate.pruned(calibrate.eero)(costs, Amount(amount), fitting, spend_all=True)
-        if policy.open_exits[-1] != last or full - replay(policy, testing).accuracy() > loss:
-            break  # a loss is one against the last exit, which is then recorded
-        best = policy
+    fit, failed = partial(calibrate.eero, spend_all=True), 0
+    for amount in map(Amount, np.linspace(costs.full, float(costs.alone.min()), AMOUNTS + 1)[1:]):
+        kept = kept_exits(fit, costs, amount, fitting)
+        opened = tuple(sorted({*kept, last}))  # a loss is one against the last exit, which has to be recorded
+        policy = fit(costs.at_exits(opened), amount, fitting.at_exits(opened))
+        failed = failed + 1 if full - replay(policy, testing.at_exits(opened)).accuracy() > loss else 0
+        if failed == FAILURES:
+            break
+        if not failed and len(opened) > 1:
+            best = policy.renumbered(opened, num_exits=len(costs), exits=exits, full_cost=costs.full)
     wanted = Certificate("excess_error", "", "", {"alpha": loss, "delta": DELTA})
     return best if isinstance(best, ExitAt) else replace(best, certificate=wanted, budget=None, exits=exits)
 

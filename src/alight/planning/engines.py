@@ -210,13 +210,10 @@ def _cell(trial: RuntimeTrial | None) -> str:
     return f"{trial.per_second:,.0f}" if trial and trial.per_second else ""
 
 
-def exported_costs(
-    folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None, whole: Sequence[Path] = ()
-) -> tuple[Costs, tuple[float, ...]]:
-    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size; and of `whole`.
+def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:
+    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size.
 
     A stage is timed with its head and the score, and without them, interleaved; a head's cost is the difference.
-    `whole` are folders of the full network in one piece, interleaved too: stages that run apart take longer.
     """
     settings = settings or RunSettings()
     manifest = Manifest.load(folder)
@@ -235,19 +232,15 @@ def exported_costs(
             [partial(run, stage) for stage in range(len(trunks))],
             [_states_of(trunk, alone) for trunk in trunks],
         ]
-        for each in whole:
-            full = exported_backend(each, Manifest.load(each), settings, **terms).with_reads([Reads(())])
-            ways.append([partial(full.run_one if alone else full.run, 0)])
         times: list[list[list[float]]] = [[] for _ in ways]
         begin = time.perf_counter()
         while len(times[0]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
             for stages, taken in zip(ways, times, strict=True):
                 walks = [_walk(stages, given) for _ in range(RUN)]  # several, so that caches hold what they would
                 taken += walks[1:]
-    together, without, *others = (1e3 * np.median(each, axis=0) / batch_size for each in times)
+    together, without = (1e3 * np.median(each, axis=0) / batch_size for each in times)
     without[-1] = together[-1]  # the last head is part of the full network
-    costs = Costs(without, np.maximum(together - without, 0.0), "ms")
-    return costs, tuple(float(each[0]) for each in others)
+    return Costs(without, np.maximum(together - without, 0.0), "ms")
 
 
 def _states_of(trunk: Any, alone: bool) -> Callable[[State], tuple[None, State]]:
