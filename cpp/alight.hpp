@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
@@ -175,10 +176,20 @@ inline Json read_kind(const std::string& text, const std::string& kind) {
   return content;
 }
 
-inline std::string file_content(const std::string& path) {
+inline std::string file_content(const std::string& path, const std::string& remedy) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) throw Error("there is no file " + path + ": " + remedy);
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw Error("cannot read " + path + ": export the network again");
+  if (!file || std::filesystem::is_directory(path, ignored))
+    throw Error("cannot read " + path + ": give a file that this user may read");
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+inline std::string manifest_content(const std::string& folder) {
+  const std::string remedy = "give a folder that `alight export` wrote";
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(folder, ignored)) throw Error("there is no folder " + folder + ": " + remedy);
+  return file_content(folder + "/manifest.json", remedy);
 }
 
 // SHA-256 of a file's content, in hexadecimal digits (FIPS 180-4).
@@ -221,7 +232,7 @@ inline std::string sha256(const std::string& content) {
 }
 
 inline std::string verified(const std::string& folder, const std::string& file, const std::string& expected) {
-  std::string content = file_content(folder + "/" + file);
+  std::string content = file_content(folder + "/" + file, "export the network again");
   if (sha256(content) != expected) throw Error(folder + "/" + file + " was changed or damaged: export it again");
   return content;
 }
@@ -615,7 +626,7 @@ struct Decision {
 class Predictor {
  public:
   explicit Predictor(const std::string& folder, int threads = 1, const std::string& library = "libonnxruntime.so")
-      : Predictor(folder, read_kind(file_content(folder + "/manifest.json"), "Deployment"), threads, library) {}
+      : Predictor(folder, read_kind(manifest_content(folder), "Deployment"), threads, library) {}
 
   // Decisions about a batch of the network's first inputs; samples are numbered from `first`, which decides ties.
   std::vector<Decision> operator()(const std::vector<Input>& inputs, int64_t first = 0) const {

@@ -22,8 +22,9 @@ struct Images {
 
 // An array that NumPy saved, rows first.
 Images read_npy(const std::string& path) {
-  std::string file = alight::file_content(path);
-  if (file.size() < 12 || file.compare(1, 5, "NUMPY")) throw alight::Error(path + " is not an .npy file");
+  std::string file = alight::file_content(path, "check its path");
+  if (file.size() < 12 || file.compare(1, 5, "NUMPY"))
+    throw alight::Error(path + " is not an .npy file: save the array by numpy.save");
   bool old = file[6] == 1;
   size_t start = old ? 10 : 12, length = 0;
   for (size_t each = start; each-- > 8;) length = length << 8 | static_cast<uint8_t>(file[each]);

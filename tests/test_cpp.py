@@ -184,6 +184,28 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     assert (done.returncode, "another size or number of channels" in done.stderr) == (1, True)
 
 
+def test_files_that_are_missing_are_named_with_their_remedy(program, tmp_path):
+    np.save(tmp_path / "images.npy", images()[:3])
+    fitted = shutil.copytree(folder(), tmp_path / "fitted")
+    (fitted / "manifest.json").unlink()
+    damaged = shutil.copytree(folder(), tmp_path / "damaged")
+    (damaged / "stage_1.onnx").unlink()
+    (tmp_path / "text.npy").write_text("no array at all")
+    exported = "give a folder that `alight export` wrote"
+    for place, array, message in (
+        (folder(), "nothere.npy", "there is no file nothere.npy: check its path"),
+        (folder(), tmp_path, f"cannot read {tmp_path}: give a file that this user may read"),
+        (folder(), "text.npy", "text.npy is not an .npy file: save the array by numpy.save"),
+        ("nosuch", "images.npy", f"there is no folder nosuch: {exported}"),
+        ("images.npy", "images.npy", f"there is no folder images.npy: {exported}"),
+        ("fitted", "images.npy", f"there is no file fitted/manifest.json: {exported}"),
+        ("damaged", "images.npy", "there is no file damaged/stage_1.onnx: export the network again"),
+    ):
+        command = [program, place, array, "--library", runtime_library()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (1, f"alight: {message}\n")
+
+
 def with_changed(place, file, change, copied):
     """A copy of the folder, one of whose files was changed by somebody who corrected the checksum."""
     shutil.copytree(place, copied)
