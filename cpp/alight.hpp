@@ -323,6 +323,16 @@ inline int code_of(const std::string& dtype) {
 
 inline size_t bytes_of(const std::string& dtype) { return ELEMENT_TYPES[static_cast<size_t>(code_of(dtype))].bytes; }
 
+// As Python writes it: (samples, 3, any), or (5, 3, 64) of a tensor that was given.
+inline std::string shape_text(const std::vector<int64_t>& shape, bool given) {
+  std::string made;
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    std::string size = shape[axis] < 0 ? "any" : std::to_string(shape[axis]);
+    made += (axis ? ", " : "") + (axis || given ? size : "samples");
+  }
+  return "(" + made + (shape.size() == 1 ? ",)" : ")");
+}
+
 struct Spec {  // of a tensor: -1 stands for a size that may differ
   std::string name, dtype;
   std::vector<int64_t> shape;
@@ -333,6 +343,23 @@ struct Spec {  // of a tensor: -1 stands for a size that may differ
     for (size_t axis = 1; axis < shape.size(); ++axis)
       usable = usable && (content["shape"].items[axis].is_null() || shape[axis] > 0);
     if (!usable) throw Error("the tensor " + name + " has an unusable shape: export the network again");
+  }
+  bool fits(const std::vector<int64_t>& given) const {
+    bool same = given.size() == shape.size() && given[0] > 0;
+    for (size_t axis = 0; same && axis < shape.size(); ++axis) same = shape[axis] < 0 || shape[axis] == given[axis];
+    return same;
+  }
+  bool fits_channels_last(const std::vector<int64_t>& given) const {
+    return given.size() == 4 && fits({given[0], given[3], given[1], given[2]});
+  }
+  [[noreturn]] void refuse(const std::vector<int64_t>& given) const {
+    std::vector<int64_t> batch = given;
+    batch.insert(batch.begin(), 1);
+    std::string remedy = "give that shape, or export the network with an example of yours";
+    if (fits_channels_last(given)) remedy = "put the channels first";
+    else if (fits(batch) || fits_channels_last(batch)) remedy = "give a batch, of one sample " + shape_text(batch, true);
+    throw Error("an input of shape " + shape_text(given, true) + ", and the network takes " + name + " of shape " +
+                shape_text(shape, false) + ", " + dtype + ": " + remedy);
   }
 };
 
@@ -676,21 +703,30 @@ class Predictor {
     return (*this)({{images.data(), shape}}, first);
   }
 
-  // Images of bytes, (count, height, width, channels), as the network takes them.
+  // Images of bytes as the network takes them; their channels may come last, first or, of grey images, not at all.
   std::vector<float> normalised(const uint8_t* pixels, const std::vector<int64_t>& shape) const {
-    if (mean_.empty()) throw Error("how the network normalises images is unknown: export it with a normalisation");
-    const std::vector<int64_t>& wanted = inputs.at(0).shape;
-    if (shape.size() != 4 || wanted.size() != 4 || shape[1] != wanted[2] || shape[2] != wanted[3] || shape[3] != wanted[1])
-      throw Error("the images have another size or number of channels than the network takes: resize them");
-    size_t count = static_cast<size_t>(shape[0]), channels = mean_.size(), area = static_cast<size_t>(shape[1] * shape[2]);
+    if (mean_.empty() || inputs[0].shape.size() != 4)
+      throw Error("how the network normalises images is unknown: export it with a normalisation");
+    bool last = channels_last(shape);
+    size_t count = static_cast<size_t>(shape[0]), channels = mean_.size();
+    size_t area = count_of(shape) / (count * channels);
     std::vector<float> made(count * channels * area);
     for (size_t image = 0; image < count; ++image)
       for (size_t place = 0; place < area; ++place)
         for (size_t channel = 0; channel < channels; ++channel) {
-          float value = static_cast<float>(pixels[(image * area + place) * channels + channel]) / 255.0f;
-          made[(image * channels + channel) * area + place] = (value - mean_[channel]) / std_[channel];
+          size_t to = (image * channels + channel) * area + place;
+          size_t from = last ? (image * area + place) * channels + channel : to;
+          made[to] = (static_cast<float>(pixels[from]) / 255.0f - mean_[channel]) / std_[channel];
         }
     return made;
+  }
+
+  // Whether pixels have their channels last, where the network takes them first. Any other shape is refused.
+  bool channels_last(const std::vector<int64_t>& pixels) const {
+    bool grey = pixels.size() == 3 && inputs[0].fits({pixels[0], 1, pixels[1], pixels[2]});
+    if (inputs[0].fits(pixels) || grey) return false;
+    if (!inputs[0].fits_channels_last(pixels)) inputs[0].refuse(pixels);
+    return true;
   }
 
   std::vector<Spec> inputs;  // what the first stage takes
@@ -781,11 +817,10 @@ class Predictor {
     State state;
     for (size_t index = 0; index < given.size(); ++index) {
       const Spec& spec = inputs[index];
-      bool fits = given[index].shape.size() == spec.shape.size() && given[index].shape[0] > 0;
-      for (size_t axis = 0; fits && axis < spec.shape.size(); ++axis)
-        fits = spec.shape[axis] < 0 || spec.shape[axis] == given[index].shape[axis];
-      fits = fits && given[index].shape[0] == given[0].shape[0];
-      if (!fits) throw Error("the input " + spec.name + " has another shape than the network takes");
+      if (!spec.fits(given[index].shape)) spec.refuse(given[index].shape);
+      if (given[index].shape[0] != given[0].shape[0])
+        throw Error(std::to_string(given[0].shape[0]) + " samples of " + inputs[0].name + " and " +
+                    std::to_string(given[index].shape[0]) + " of " + spec.name + ": give as many of each");
       if (!lengths_.empty() && spec.shape.size() > 1 && spec.shape[1] < 0)
         if (given[index].shape[1] < lengths_[0] || given[index].shape[1] > lengths_[1])
           throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +

@@ -2,7 +2,7 @@
 //
 //     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
 //
-// images.npy holds bytes, (images, height, width, channels), or numbers as the network takes them. Times of the batches
+// images.npy holds bytes, channels last or first, or numbers as the network takes them. Times of the batches
 // go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. At least
 // --warm images are decided before, in batches as the timed ones and again from the first where there are fewer: the
 // first batches of a program are slower. Without the option it is 10 batches.
@@ -52,10 +52,8 @@ Images read_npy(const std::string& path) {
 }
 
 // Brings bytes with their channels last to the order in which a network that takes bytes reads them, channels first.
-void put_channels_first(Images& images, const std::vector<int64_t>& wanted) {
+void put_channels_first(Images& images) {
   const std::vector<int64_t> shape = images.shape;
-  if (shape.size() != 4 || wanted.size() != 4 || std::equal(shape.begin() + 1, shape.end(), wanted.begin() + 1)) return;
-  if (shape[1] != wanted[2] || shape[2] != wanted[3] || shape[3] != wanted[1]) return;  // which is refused later
   size_t area = static_cast<size_t>(shape[1] * shape[2]), channels = static_cast<size_t>(shape[3]);
   const std::vector<char> given = images.content;
   for (size_t each = 0; each < given.size(); ++each) {
@@ -105,7 +103,9 @@ int main(int count, char** given) try {
   size_t warm = options["--warm"].empty() ? WARM_BATCHES * batch : static_cast<size_t>(number_of(options, "--warm"));
   for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
-  if (own.dtype == "uint8") put_channels_first(images, own.shape);
+  bool last = images.dtype == "uint8" && predictor.channels_last(images.shape);
+  if (last && !pixels) put_channels_first(images);
+  if (!pixels && !own.fits(images.shape)) own.refuse(images.shape);
   std::vector<double> times;
   std::vector<alight::Decision> decisions(total);
   auto decide = [&](size_t start) {  // about a batch; returns the number of its images

@@ -15,7 +15,7 @@ from commands import shared_folder
 from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
-from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
+from alight import MultiExitModel, Normalisation, Predictor, RunSettings, calibrate, export_model
 from alight.budgeting.thresholds import tie_range
 from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
@@ -149,6 +149,8 @@ def test_a_quantised_network_and_bytes_of_images_decide_as_in_python(program, in
     assert len({*decisions.exits.tolist()}) > 1
     for batch in (1, 37):
         assert_same(decided(program, place, pixels, tmp_path, batch)[1], decisions)
+    first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    assert_same(decided(program, place, first, tmp_path, 37)[1], decisions)
 
 
 def recorded(place):
@@ -178,10 +180,24 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     batched = with_policy(folder(), drawn("quota", np.random.default_rng(0), OPENED), tmp_path)
     done, _ = decided(program, batched, images(), tmp_path)
     assert (done.returncode, "a policy Quota needs batches or streams" in done.stderr) == (1, True)
-    done, _ = decided(program, folder(), images()[:, :2].copy(), tmp_path, batch=150)
-    assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
-    done, _ = decided(program, folder(), np.zeros((4, 7, 6, 3), dtype=np.uint8), tmp_path)
-    assert (done.returncode, "another size or number of channels" in done.stderr) == (1, True)
+
+
+def test_shapes_are_refused_beside_the_shape_that_the_network_takes(program, tmp_path):
+    takes = "and the network takes input_0 of shape (samples, 3, 6, 7), float32"
+    other = "give that shape, or export the network with an example of yours"
+    pixels = np.zeros((4, 7, 6, 3), dtype=np.uint8)
+    for array, shape, remedy in (
+        (images()[:, :2].copy(), "(150, 2, 6, 7)", other),
+        (images()[0], "(3, 6, 7)", "give a batch, of one sample (1, 3, 6, 7)"),
+        (images()[0, 0, 0], "(7,)", other),
+        (pixels, "(4, 7, 6, 3)", other),
+        (pixels[..., 0].copy(), "(4, 7, 6)", other),
+        (pixels[0].reshape(6, 7, 3), "(6, 7, 3)", "give a batch, of one sample (1, 6, 7, 3)"),
+        (images().reshape(150, 6, 7, 3), "(150, 6, 7, 3)", "put the channels first"),
+    ):
+        done, _ = decided(program, folder(), array, tmp_path)
+        assert f"an input of shape {shape}, {takes}: {remedy}" in done.stderr
+        assert done.returncode == 1
 
 
 def test_files_that_are_missing_are_named_with_their_remedy(program, tmp_path):
@@ -288,7 +304,21 @@ def test_a_network_that_takes_bytes_gets_them_unchanged(program, tmp_path):
         assert f"holds {dtype}, and the network takes uint8: give that" in done.stderr
         assert done.returncode == 1
     done, _ = decided(program, place, pixels[:, :5].copy(), tmp_path)
-    assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
+    assert "an input of shape (50, 5, 7, 3), and the network takes" in done.stderr
+
+
+def test_grey_bytes_need_no_channels(program, tmp_path):
+    torch.manual_seed(0)
+    stages, heads = [nn.Flatten(), nn.Linear(42, 8)], [nn.Linear(42, 4), nn.Linear(8, 4)]
+    model = MultiExitModel(stages, heads, normalisation=Normalisation((0.5,), (0.25,)))
+    pixels = np.random.default_rng(0).integers(0, 256, size=(20, 6, 7), dtype=np.uint8)
+    with older_exporter():
+        rule, example = Threshold((0.3,), costs=(1.0, 2.0)), torch.zeros(2, 1, 6, 7)
+        place = export_model(model, rule, tmp_path / "grey", example=example, progress=False)
+    expected = Predictor.load(place, settings=RunSettings(threads=1))(pixels, np.arange(20))
+    for given in (pixels, pixels[..., None], pixels[:, None]):
+        _, rows = decided(program, place, given, tmp_path, batch=8)
+        assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist()
 
 
 def test_first_batches_are_not_timed(program, tmp_path):
@@ -403,7 +433,7 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     done = subprocess.run([tmp_path / "program", place, runtime_library()], capture_output=True, text=True)
     answers = done.stdout.splitlines()
     assert (done.returncode, answers[0]) == (0, "5")
-    assert "attention_mask has another shape" in answers[1]
+    assert "5 samples of input_ids and 1 of attention_mask: give as many of each" in answers[1]
     assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
     assert "holds a negative token" in answers[3]
 
