@@ -274,7 +274,7 @@ class Runtime {
     auto base = reinterpret_cast<const Base* (*)()>(dlsym(opened, "OrtGetApiBase"));
     table_ = base ? base()->table(OLDEST) : nullptr;
     if (!table_) throw Error(library + " is older than ONNX Runtime 1.17: use a newer one");
-    constexpr int QUIET = 3;  // errors alone
+    constexpr int QUIET = 4;  // errors are thrown
     call<int, const char*, Handle*>(3, QUIET, "alight", &environment);
     call<int, int, Handle*>(69, ARENA, DEFAULT_MEMORY, &memory);
     call<Handle*>(78, &allocator);
@@ -432,7 +432,8 @@ using State = std::vector<Tensor>;
 // One stage: takes the state, gives logits and the next state.
 class Session {
  public:
-  Session(const Runtime& runtime, const std::string& content, int threads) : runtime_(runtime) {
+  Session(const Runtime& runtime, const std::string& content, const std::string& name, int threads)
+      : runtime_(runtime), name_(name) {
     void* options = nullptr;
     runtime.call<void**>(10, &options);
     std::unique_ptr<void, std::function<void(void*)>> kept(options, [&](void* each) { runtime.release(100, each); });
@@ -440,8 +441,12 @@ class Session {
     runtime.call<void*, int>(25, options, 1);
     // threads of one stage must not keep a core busy while the next one works
     runtime.call<void*, const char*, const char*>(130, options, "session.force_spinning_stop", "1");
-    runtime.call<void*, const void*, size_t, void*, void**>(8, runtime.environment, content.data(), content.size(),
-                                                           options, &session_);
+    try {
+      runtime.call<void*, const void*, size_t, void*, void**>(8, runtime.environment, content.data(), content.size(),
+                                                             options, &session_);
+    } catch (const Error& error) {
+      throw Error("ONNX Runtime cannot load " + name_ + first_line(error) + ": use a newer one, or export it again");
+    }
     read_names(30, 36, inputs_);
     read_names(31, 37, outputs_);
     for (size_t index = 0; index < outputs_.size(); ++index) types_.push_back(output_type(index));
@@ -455,8 +460,13 @@ class Session {
     std::vector<const char*> inputs = pointers(inputs_), outputs = pointers(outputs_);
     std::vector<void*> given, made(outputs.size(), nullptr);
     for (const Tensor& each : state) given.push_back(each.value());
-    runtime_.call<void*, void*, const char* const*, void* const*, size_t, const char* const*, size_t, void**>(
-        9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
+    try {
+      runtime_.call<void*, void*, const char* const*, void* const*, size_t, const char* const*, size_t, void**>(
+          9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
+    } catch (const Error& error) {
+      throw Error(name_ + " cannot take these " + std::to_string(state[0].shape()[0]) + " samples" + first_line(error) +
+                  ": look for indices of tokens that the network does not know, or for texts that are too long");
+    }
     State found;
     for (void* each : made) found.emplace_back(runtime_, each);
     bool fits = found[0].shape().size() == 2 && found[0].shape()[1] > 0;
@@ -486,12 +496,17 @@ class Session {
     if (tensor) runtime_.call<const void*, int*>(60, tensor, &code);
     return code;
   }
+  static std::string first_line(const Error& error) {
+    std::string text = error.what();
+    return " (" + text.substr(0, text.find('\n')) + ")";
+  }
   static std::vector<const char*> pointers(const std::vector<std::string>& names) {
     std::vector<const char*> made;
     for (const std::string& each : names) made.push_back(each.c_str());
     return made;
   }
   const Runtime& runtime_;
+  const std::string name_;  // of its file
   void* session_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
   std::vector<int> types_;
@@ -762,9 +777,10 @@ class Predictor {
     for (float each : std_) whole = whole && std::isfinite(each) && each > 0;
     std::vector<int64_t> opened;
     for (const Json& stage : manifest["stages"].items) {
-      std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
-      check_whole(content, stage["file"].text());
-      stages_.push_back(std::make_unique<Session>(*runtime_, content, threads));
+      const std::string& file = stage["file"].text();
+      std::string content = verified(folder, file, stage["checksum"].text());
+      check_whole(content, file);
+      stages_.push_back(std::make_unique<Session>(*runtime_, content, folder + "/" + file, threads));
       std::vector<Spec> carried;
       for (const Json& each : stage["carries"].items) carried.emplace_back(each);
       carried_.push_back(std::move(carried));

@@ -385,6 +385,8 @@ int main(int, char** given) {
   decide({1, 600}, {1, 600});
   tokens[7] = -5;
   decide({5, 12}, {5, 12});
+  tokens[7] = 10;
+  decide({5, 12}, {5, 12});
 }
 """
 
@@ -436,6 +438,11 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     assert "5 samples of input_ids and 1 of attention_mask: give as many of each" in answers[1]
     assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
     assert "holds a negative token" in answers[3]
+    assert answers[4].startswith(f"{place}/stage_0.onnx cannot take these 5 samples (")
+    assert answers[4].endswith(
+        "): look for indices of tokens that the network does not know, or for texts that are too long"
+    )
+    assert (len(answers), done.stderr) == (5, "")  # nothing that ONNX Runtime prints
 
 
 class Double(nn.Linear):
@@ -481,6 +488,8 @@ def test_weights_elsewhere_are_found_however_protobuf_writes_them(program, tmp_p
         refused = "names another file for its weights" in done.stderr
         assert refused == ((tag, length) in read) == bool(ELSEWHERE.search(content)), content
         assert done.returncode == 1  # of others too, which are no network
+        loads = f"alight: ONNX Runtime cannot load {place}/stage_0.onnx ("
+        assert refused or done.stderr.startswith(loads) or "give a row of logits" in done.stderr, content
 
 
 def test_logits_that_are_not_rows_are_refused(program, tmp_path):
