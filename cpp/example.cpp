@@ -63,13 +63,13 @@ void put_channels_first(Images& images) {
   images.shape = {shape[0], shape[3], shape[1], shape[2]};
 }
 
-// The whole number from 0 on that follows an option.
-int number_of(const std::map<std::string, std::string>& options, const std::string& name) {
+// The whole number that follows an option.
+int number_of(const std::map<std::string, std::string>& options, const std::string& name, int least) {
   const std::string& text = options.at(name);
   int number = 0;
   auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (problem != std::errc() || end != text.data() + text.size() || number < 0)
-    throw alight::Error(name + " " + text + ": give a whole number");
+  if (problem != std::errc() || end != text.data() + text.size() || number < least)
+    throw alight::Error(name + " " + text + ": give a whole number, " + std::to_string(least) + " or more");
   return number;
 }
 
@@ -87,8 +87,11 @@ int main(int count, char** given) try {
   if (places.size() != 2)
     throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE] [--warm N]"
                         " [--times]\n--warm N: decide about N images before the timed ones (10 batches by default)");
+  const int threads = number_of(options, "--threads", 1);
+  size_t batch = static_cast<size_t>(number_of(options, "--batch", 1));
+  size_t warm = options["--warm"].empty() ? 0 : static_cast<size_t>(number_of(options, "--warm", 0));
   auto begin = std::chrono::steady_clock::now();
-  alight::Predictor predictor(places[0], number_of(options, "--threads"), options["--library"]);
+  alight::Predictor predictor(places[0], threads, options["--library"]);
   auto milliseconds = [](auto from) {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from).count();
   };
@@ -99,8 +102,8 @@ int main(int count, char** given) try {
   if (!pixels && images.dtype != own.dtype)
     throw alight::Error(places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype + ": give that");
   size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
-  size_t batch = std::min(total, static_cast<size_t>(std::max(1, number_of(options, "--batch"))));
-  size_t warm = options["--warm"].empty() ? WARM_BATCHES * batch : static_cast<size_t>(number_of(options, "--warm"));
+  batch = std::min(total, batch);
+  if (options["--warm"].empty()) warm = WARM_BATCHES * batch;
   for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
   bool last = images.dtype == "uint8" && predictor.channels_last(images.shape);

@@ -269,8 +269,15 @@ def test_odd_files_and_options_are_refused(program, tmp_path):
     for odd in (images()[:0], np.uint8(3)):
         done, _ = decided(program, folder(), odd, tmp_path)
         assert (done.returncode, "holds no images: give at least one" in done.stderr) == (1, True)
-    done, _ = decided(program, folder(), images()[:3], tmp_path, batch="many")
-    assert (done.returncode, "--batch many: give a whole number" in done.stderr) == (1, True)
+    for option, value, least in (
+        *(("--batch", value, 1) for value in ("many", "0", "-3", "2.5", "", "99999999999")),
+        *(("--threads", value, 1) for value in ("0", "-1")),
+        *(("--warm", value, 0) for value in ("-1", "all")),
+    ):
+        command = [program, folder(), tmp_path / "images.npy", "--library", runtime_library(), option, value]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stderr == f"alight: {option} {value}: give a whole number, {least} or more\n"
+        assert done.returncode == 1
 
 
 class Pixels(nn.Module):
