@@ -736,6 +736,26 @@ class Predictor {
     return made;
   }
 
+  // A warning if images are floats that look like pixels in 0..1 or 0..255, which the network would have normalised.
+  std::string warning_of_pixels(const float* images, size_t count) const {
+    constexpr float FAR = 4;  // times the number for white that no normalised image reaches
+    if (mean_.empty() || inputs.size() != 1 || inputs[0].shape.size() != 4 || !count) return "";
+    auto [low, high] = std::minmax_element(images, images + count);
+    float black = 0, white = -std::numeric_limits<float>::infinity();
+    std::string means, stds;
+    for (size_t channel = 0; channel < mean_.size(); ++channel) {
+      black = std::min(black, (0 - mean_[channel]) / std_[channel]);
+      white = std::max(white, (1 - mean_[channel]) / std_[channel]);
+      means += (channel ? ", " : "") + short_text(mean_[channel]);
+      stds += (channel ? ", " : "") + short_text(std_[channel]);
+    }
+    bool zero_to_one = *low < *high && *high <= 1 && black < 0;
+    if (!(*low >= 0 && (zero_to_one || *high > FAR * white))) return "";
+    return "images are floats from " + short_text(*low) + " to " + short_text(*high) + ", which are taken as what the" +
+           " network takes, and it normalises pixels by mean (" + means + ") and std (" + stds + "): give bytes (uint8) or" +
+           " normalised floats; if it takes pixels in 0..1, export it with --mean 0 --std 1";
+  }
+
   // Whether pixels have their channels last, where the network takes them first. Any other shape is refused.
   bool channels_last(const std::vector<int64_t>& pixels) const {
     bool grey = pixels.size() == 3 && inputs[0].fits({pixels[0], 1, pixels[1], pixels[2]});
@@ -814,6 +834,12 @@ class Predictor {
       if (given[each + 1] != code_of(carried[each].dtype))
         throw Error(file + " gives " + carried[each].name + " of " + name(given[each + 1]) + ", and the manifest says " +
                     carried[each].dtype + ": export the network again");
+  }
+
+  static std::string short_text(float number) {
+    std::array<char, 32> text{};
+    std::snprintf(text.data(), text.size(), "%g", static_cast<double>(number));
+    return text.data();
   }
 
   template <class T>

@@ -109,6 +109,11 @@ int main(int count, char** given) try {
   bool last = images.dtype == "uint8" && predictor.channels_last(images.shape);
   if (last && !pixels) put_channels_first(images);
   if (!pixels && !own.fits(images.shape)) own.refuse(images.shape);
+  if (own.dtype == "float32" && !pixels) {
+    const auto* numbers = reinterpret_cast<const float*>(images.content.data());
+    std::string warning = predictor.warning_of_pixels(numbers, images.content.size() / sizeof(float));
+    if (!warning.empty()) std::cerr << "alight: " << warning << '\n';
+  }
   std::vector<double> times;
   std::vector<alight::Decision> decisions(total);
   auto decide = [&](size_t start) {  // about a batch; returns the number of its images

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,8 @@ def runtime_library():
 @pytest.fixture(scope="module")
 def program():
     def build(place):
-        warnings = ["-Wall", "-Wextra", "-Wconversion", "-Wpedantic", "-Werror"]
-        sources = [COMPILER, "-std=c++17", *warnings, str(ROOT / "cpp/example.cpp")]
+        strict = ["-Wall", "-Wextra", "-Wconversion", "-Wpedantic", "-Werror"]
+        sources = [COMPILER, "-std=c++17", *strict, str(ROOT / "cpp/example.cpp")]
         subprocess.run([*sources, "-o", str(place / "example"), "-ldl"], check=True)
 
     return shared_folder(Path(os.environ["SESSION_FOLDER"]), "cpp", build) / "example"
@@ -312,6 +313,18 @@ def test_a_network_that_takes_bytes_gets_them_unchanged(program, tmp_path):
         assert done.returncode == 1
     done, _ = decided(program, place, pixels[:, :5].copy(), tmp_path)
     assert "an input of shape (50, 5, 7, 3), and the network takes" in done.stderr
+
+
+def test_floats_that_look_like_pixels_are_warned_of_once_as_in_python(program, tmp_path):
+    shades = np.random.default_rng(0).uniform(size=(6, 3, 6, 7)).astype(np.float32)
+    for given, warns in ((255 * shades, True), (shades, True), (shades - 0.5, False), (images()[:6], False)):
+        done, rows = decided(program, folder(), given, tmp_path, batch=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Predictor.load(folder(), settings=RunSettings(threads=1))(given)
+        sentences = [str(each.message).rpartition("; if it takes pixels")[0] for each in caught]
+        assert [f"alight: {each}" in done.stderr for each in sentences] == [True] * warns
+        assert (done.returncode, len(rows), done.stderr.count("alight: images are")) == (0, 6, warns)
 
 
 def test_grey_bytes_need_no_channels(program, tmp_path):
