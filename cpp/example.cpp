@@ -31,8 +31,9 @@ Images read_npy(const std::string& path) {
   if (file.size() < start + length) throw alight::Error(path + " is cut short: write it again");
   std::string header = file.substr(start, length);
   Images images;
-  const std::map<std::string, std::string> dtypes{{"|u1", "uint8"}, {"<f4", "float32"}, {"<f8", "float64"}, {"|i1", "int8"},
-                                                  {"<i4", "int32"}, {"<i8", "int64"}, {"|b1", "bool"}};
+  const std::map<std::string, std::string> dtypes{
+      {"|u1", "uint8"}, {"<u2", "uint16"}, {"<u4", "uint32"}, {"<u8", "uint64"}, {"|i1", "int8"}, {"<i2", "int16"},
+      {"<i4", "int32"}, {"<i8", "int64"}, {"<f4", "float32"}, {"<f8", "float64"}, {"|b1", "bool"}};
   for (const auto& [written, dtype] : dtypes)
     if (header.find("'descr': '" + written + "'") != std::string::npos) images.dtype = dtype;
   if (header.find("'fortran_order': False") == std::string::npos || images.dtype.empty())
@@ -61,6 +62,25 @@ void put_channels_first(Images& images) {
     images.content[(image * channels + channel) * area + place] = given[each];
   }
   images.shape = {shape[0], shape[3], shape[1], shape[2]};
+}
+
+// Brings whole numbers to int64 or int32, which a network takes, if all of them fit.
+void convert(Images& images, const std::string& dtype, const std::string& misfit) {
+  const bool has_sign = images.dtype[0] == 'i';
+  const size_t from = std::stoul(images.dtype.substr(has_sign ? 3 : 4)) / 8, to = alight::bytes_of(dtype);  // bytes
+  const size_t count = images.content.size() / from, unused = 64 - 8 * from;
+  std::vector<char> made(count * to);
+  for (size_t each = 0; each < count; ++each) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &images.content[each * from], from);
+    int64_t value = has_sign ? static_cast<int64_t>(bits << unused) >> unused : static_cast<int64_t>(bits);
+    if ((!has_sign && value < 0) || (to == 4 && value != static_cast<int32_t>(value)))
+      throw alight::Error(misfit + ", which does not hold " + (has_sign ? std::to_string(value) : std::to_string(bits)) +
+                          ": give numbers in its range");
+    std::memcpy(&made[each * to], &value, to);  // its first bytes are the smaller type
+  }
+  images.content = std::move(made);
+  images.dtype = dtype;
 }
 
 // The whole number that follows an option.
@@ -99,8 +119,10 @@ int main(int count, char** given) try {
   Images images = read_npy(places[1]);
   const alight::Spec& own = predictor.inputs[0];
   bool pixels = images.dtype == "uint8" && own.dtype == "float32";  // which are normalised
-  if (!pixels && images.dtype != own.dtype)
-    throw alight::Error(places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype + ": give that");
+  const std::string misfit = places[1] + " holds " + images.dtype + ", and the network takes " + own.dtype;
+  bool whole = images.dtype.find("int") != std::string::npos && (own.dtype == "int64" || own.dtype == "int32");
+  if (whole && images.dtype != own.dtype) convert(images, own.dtype, misfit);
+  if (!pixels && images.dtype != own.dtype) throw alight::Error(misfit + ": give that");
   size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
   batch = std::min(total, batch);
   if (options["--warm"].empty()) warm = WARM_BATCHES * batch;

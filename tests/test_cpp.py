@@ -512,6 +512,36 @@ def test_weights_elsewhere_are_found_however_protobuf_writes_them(program, tmp_p
         assert refused or done.stderr.startswith(loads) or "give a row of logits" in done.stderr, content
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_whole_numbers_of_other_types_are_converted_as_in_python(dtype, program, tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([nn.Embedding(100, 6), nn.Linear(6, 6)], [TokenHead((8, 6), 3) for _ in range(2)])
+    example = torch.ones(2, 8, dtype=getattr(torch, np.dtype(dtype).name))
+    with older_exporter():
+        rule = Threshold((0.4,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "tokens", example=example, progress=False)
+    tokens = np.random.default_rng(0).integers(0, 100, size=(30, 8))
+    expected = Predictor.load(place, settings=RunSettings(threads=1))(tokens, np.arange(30))
+    assert len({*expected.exits.tolist()}) == 2
+    for other in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"):
+        done, rows = decided(program, place, tokens.astype(other), tmp_path, batch=8)
+        assert done.returncode == 0, done.stderr
+        assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist()
+        assert [row["exit"] for row in rows] == [expected.exit_names[index] for index in expected.exits]
+    name = np.dtype(dtype).name
+    large = [(tokens.astype(np.uint64) + 2**63, 2**63 + int(tokens[0, 0]))]
+    if dtype is np.int32:
+        large += [(tokens - 2**40, tokens[0, 0] - 2**40), (tokens.astype(np.uint32) + 2**31, 2**31 + tokens[0, 0])]
+    for given, first in large:
+        done, _ = decided(program, place, given, tmp_path)
+        holds = f"holds {given.dtype}, and the network takes {name}, which does not hold {first}: give numbers in its range\n"
+        assert (done.returncode, done.stderr.endswith(holds)) == (1, True), done.stderr
+    done, _ = decided(program, place, np.int16(-1) - tokens.astype(np.int16), tmp_path)
+    assert "holds a negative token" in done.stderr
+    done, _ = decided(program, place, tokens.astype(np.float32), tmp_path)
+    assert f"holds float32, and the network takes {name}: give that" in done.stderr
+
+
 def test_logits_that_are_not_rows_are_refused(program, tmp_path):
     onnx = pytest.importorskip("onnx")
     float32, make = onnx.TensorProto.FLOAT, onnx.helper.make_tensor_value_info
