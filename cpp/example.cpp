@@ -1,6 +1,7 @@
-// Decides about images and prints a line for each: sample, class, exit, cost, probability.
+// Decides about images and prints a line for each: sample, class, exit, cost, probability. Classes have their names
+// where the folder knows them; --indices prints their indices, from 0, all the same.
 //
-//     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
+//     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times] [--indices]
 //
 // images.npy holds bytes, channels last or first, or numbers as the network takes them. Times of the batches
 // go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. At least
@@ -83,6 +84,14 @@ void convert(Images& images, const std::string& dtype, const std::string& misfit
   images.dtype = dtype;
 }
 
+// A text as a cell of a CSV file, quoted as Python does.
+std::string csv_cell(const std::string& text) {
+  if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
+  std::string made = "\"";
+  for (char each : text) made += each == '"' ? "\"\"" : std::string(1, each);
+  return made + '"';
+}
+
 // The whole number that follows an option.
 int number_of(const std::map<std::string, std::string>& options, const std::string& name, int least) {
   const std::string& text = options.at(name);
@@ -97,16 +106,18 @@ int main(int count, char** given) try {
   std::vector<std::string> places;
   std::map<std::string, std::string> options{
       {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", ""}};
-  bool each_time = false;
+  bool each_time = false, indices = false;
   for (int each = 1; each < count; ++each) {
     std::string text = given[each];
     if (options.count(text) && each + 1 < count) options[text] = given[++each];
     else if (text == "--times") each_time = true;
+    else if (text == "--indices") indices = true;
     else places.push_back(text);
   }
   if (places.size() != 2)
     throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE] [--warm N]"
-                        " [--times]\n--warm N: decide about N images before the timed ones (10 batches by default)");
+                        " [--times] [--indices]\n--warm N: decide about N images before the timed ones (10 batches by default)\n"
+                        "--indices: print the indices of classes instead of their names");
   const int threads = number_of(options, "--threads", 1);
   size_t batch = static_cast<size_t>(number_of(options, "--batch", 1));
   size_t warm = options["--warm"].empty() ? 0 : static_cast<size_t>(number_of(options, "--warm", 0));
@@ -159,11 +170,15 @@ int main(int count, char** given) try {
   }
   times.clear();
   for (size_t start = 0; start < total;) start += decide(start);
+  const auto known = static_cast<int64_t>(predictor.classes.size());
+  for (const alight::Decision& each : decisions) indices = indices || each.prediction >= known;
   std::puts("sample,prediction,exit,cost,probability");
   for (size_t sample = 0; sample < total; ++sample) {
     const alight::Decision& each = decisions[sample];
-    std::printf("%zu,%lld,%s,%.17g,%.17g\n", sample, static_cast<long long>(each.prediction),
-                predictor.exits[static_cast<size_t>(each.exit)].c_str(), each.cost, each.probability);
+    auto place = static_cast<size_t>(each.prediction);
+    std::string label = indices ? std::to_string(place) : csv_cell(predictor.classes[place]);
+    std::string exit = csv_cell(predictor.exits[static_cast<size_t>(each.exit)]);
+    std::printf("%zu,%s,%s,%.17g,%.17g\n", sample, label.c_str(), exit.c_str(), each.cost, each.probability);
   }
   if (each_time) {
     for (double each : times) std::fprintf(stderr, "%.6f\n", each);

@@ -240,13 +240,12 @@ def in_cpp(made: Preparation, name: str, folder: Path) -> None:
 
 
 def cpp_program(work: Path) -> dict[str, str]:
-    """Return the program in C++, built once, and ONNX Runtime's library."""
+    """Return the program in C++, built where its sources have changed, and ONNX Runtime's library."""
     import onnxruntime
 
     build = work / "cpp"
-    if not build.exists():
-        for step in (["-S", ROOT / "cpp", "-B", build], ["--build", build]):
-            subprocess.run(["cmake", *map(str, step)], check=True, capture_output=True)
+    for step in (["-S", ROOT / "cpp", "-B", build], ["--build", build]):
+        subprocess.run(["cmake", *map(str, step)], check=True, capture_output=True)
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
     return {"program": str(build / "alight_example"), "library": str(library)}
 

@@ -123,7 +123,9 @@ def in_cpp(work: Path, folder: Path, pixels: np.ndarray, batch: int) -> Answers:
     with tempfile.TemporaryDirectory() as temporary:
         np.save(f"{temporary}/images.npy", pixels)
         command = [*program(work), str(folder), f"{temporary}/images.npy", "--batch", str(batch)]
-        done = subprocess.run([*command, "--library", library()], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*command, "--indices", "--library", library()], capture_output=True, text=True, check=True
+        )
     rows = [*csv.DictReader(io.StringIO(done.stdout))]
     names = Manifest.load(folder).exits
     return np.array([int(row["prediction"]) for row in rows]), np.array([names.index(row["exit"]) for row in rows])
