@@ -4,8 +4,8 @@
 //     alight::Predictor predictor("exported");                        // needs libonnxruntime.so, no headers of it
 //     alight::Decision one = predictor(predictor.normalised(pixels, {1, 32, 32, 3}))[0];
 //
-// Policies that decide sample by sample run here: Threshold, Patience, Streak, ExitAt, Lottery and Mixture. Others, and
-// combined exits, are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose function table
+// Policies that decide sample by sample run here: Threshold, Patience, Streak, ExitAt, Lottery and Mixture, on single
+// answers, votes and gains. Others are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose function table
 // only ever grows: any version from 1.17 on will do.
 #pragma once
 
@@ -25,8 +25,10 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -571,9 +573,106 @@ inline Ties tie_range(double threshold) {
   return {threshold > 0 ? std::max(0.0, lowest) : lowest, threshold + width};
 }
 
+// What exits have said so far about one sample becomes one answer and one score: combined exits.
+class Combination {
+ public:
+  Combination() = default;
+  Combination(const Json& content, size_t exits) : kind_(content["kind"].text()) {
+    if (kind_ == "Vote") {
+      columns = {content["column"].text()};
+      constants_ = rows(content["constants"]), slopes_ = rows(content["slopes"]), others_ = content["others"].numbers();
+      bool sized = constants_.size() == exits && slopes_.size() == exits && others_.size() == exits;
+      for (size_t each = 0; sized && each < exits; ++each)
+        sized = constants_[each].size() == each + 1 && slopes_[each].size() == each + 1;
+      if (!sized) fail();
+    } else if (kind_ == "Gain") {
+      for (const Json& each : content["columns"].items) columns.push_back(each.text());
+      weights_ = rows(content["weights"]), gains_ = rows(content["class_gains"]);
+      for (const Json& each : content["knots"].items) knots_.push_back(rows(each));
+      if (knots_.size() != exits || weights_.size() != exits || gains_.size() != exits || columns.empty()) fail();
+      for (size_t exit = 0; exit < exits; ++exit) {
+        size_t expected = exit ? 5 : 1;
+        for (const std::vector<double>& bends : knots_[exit]) expected += exit ? 4 + 2 * bends.size() : 1 + bends.size();
+        if (knots_[exit].size() != columns.size() || weights_[exit].size() != expected) fail();
+      }
+    } else {
+      throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: `alight export NETWORK --data"
+                  " LABELLED --budget BUDGET --method eero` writes a folder that does");
+    }
+  }
+
+  // Answer and score at an open exit; `said` holds answer and columns of every exit before, and of this one then.
+  std::pair<int64_t, double> operator()(size_t exit, int64_t prediction, const std::vector<double>& read,
+                                        std::vector<std::vector<double>>& said) const {
+    std::pair<int64_t, double> found = kind_ == "Vote" ? vote(exit, prediction, read[0], said)
+                                                       : std::make_pair(prediction, -gain(exit, prediction, read, said));
+    said.push_back({static_cast<double>(prediction)});
+    said.back().insert(said.back().end(), read.begin(), read.end());
+    return found;
+  }
+
+  bool keeps_answers() const { return kind_ == "Gain"; }  // else an answer has no single probability
+  std::vector<std::string> columns;                       // scores that it reads at every exit
+
+ private:
+  using Said = std::vector<std::vector<double>>;
+  [[noreturn]] static void fail() { throw Error("the numbers of the combination do not fit together: calibrate again"); }
+  static std::vector<std::vector<double>> rows(const Json& content) {
+    std::vector<std::vector<double>> made;
+    for (const Json& each : content.items) made.push_back(each.numbers());
+    return made;
+  }
+  // The class with the most votes of the exits so far, of equals that of the latest exit, and its lead.
+  std::pair<int64_t, double> vote(size_t exit, int64_t prediction, double score, const Said& said) const {
+    std::vector<double> classes{static_cast<double>(prediction)}, scores{score}, votes(exit + 1, 0);  // the latest first
+    for (size_t each = exit; each-- > 0;) classes.push_back(said[each][0]), scores.push_back(said[each][1]);
+    for (size_t place = 0; place <= exit; ++place)
+      for (size_t voter = 0; voter <= exit; ++voter)
+        if (classes[place] == classes[voter])
+          votes[place] += constants_[exit][exit - voter] + slopes_[exit][exit - voter] * scores[voter];
+    size_t best = static_cast<size_t>(std::max_element(votes.begin(), votes.end()) - votes.begin());
+    double rival = others_[exit];
+    for (size_t place = 0; place <= exit; ++place)
+      if (classes[place] != classes[best]) rival = std::max(rival, votes[place]);
+    return {static_cast<int64_t>(classes[best]), votes[best] - rival};
+  }
+  // What going on is expected to bring: a function of all outputs so far, bent at knots.
+  double gain(size_t exit, int64_t prediction, const std::vector<double>& read, const Said& said) const {
+    std::vector<double> clues;
+    double before = static_cast<double>(said.size());
+    for (size_t column = 0; column < read.size(); ++column) {
+      double now = read[column], best = now, sum = 0;
+      for (const std::vector<double>& each : said) best = std::max(best, each[column + 1]), sum += each[column + 1];
+      clues.push_back(now);
+      if (exit) clues.insert(clues.end(), {said.back()[column + 1], best, sum * (1.0 / before)});
+      for (double value : exit ? std::vector<double>{now, best} : std::vector<double>{now})
+        for (double bend : knots_[exit][column]) clues.push_back(value > bend ? value - bend : 0.0);
+    }
+    if (exit) {
+      double agreeing = 0, surest = 0, same = 0;
+      for (size_t each = 0; each < said.size(); ++each) {
+        same = said[each][0] == static_cast<double>(prediction) ? 1.0 : 0.0;
+        agreeing += same;
+        surest = each ? std::max(surest, same * said[each][1]) : same * said[each][1];
+      }
+      agreeing *= 1.0 / before;
+      clues.insert(clues.end(), {same, agreeing, agreeing * read[0], surest});
+    }
+    double sum = weights_[exit][0];
+    for (size_t each = 0; each < clues.size(); ++each) sum += weights_[exit][each + 1] * clues[each];
+    size_t class_index = static_cast<size_t>(prediction);
+    return class_index < gains_[exit].size() ? sum + gains_[exit][class_index] : sum;
+  }
+  std::string kind_;
+  std::vector<std::vector<double>> constants_, slopes_, weights_, gains_;
+  std::vector<std::vector<std::vector<double>>> knots_;
+  std::vector<double> others_;
+};
+
 struct Memory {  // what a policy remembers of a sample between exits
   int64_t previous = -1, count = -1;
   std::vector<Memory> parts;
+  std::vector<std::vector<double>> said;  // answers and columns of earlier exits, where they are combined
 };
 
 class Policy {
@@ -608,6 +707,7 @@ class Policy {
   }
 
   std::string rule, score, fingerprint;
+  std::optional<Combination> combination;
   std::vector<double> costs;
   std::vector<int64_t> open_exits;
   int64_t num_exits = 0;  // of the network, open or closed
@@ -618,7 +718,7 @@ class Policy {
       : rule(content["rule"].text()), score(content["score"].text()), fingerprint(content["fingerprint"].text()),
         costs(content["costs"].numbers()), open_exits(content["open_exits"].numbers<int64_t>()),
         num_exits(content["num_exits"].integer()), salt(static_cast<uint64_t>(salt)) {
-    if (!content["combination"].is_null()) throw Error("combined exits do not run here: run the folder in Python");
+    if (!content["combination"].is_null()) combination.emplace(content["combination"], open_exits.size());
     if (rule == "Threshold") thresholds = content["thresholds"].numbers(), tie_shares = content["tie_shares"].numbers();
     else if (rule == "Patience") patience = content["patience"].integer();
     else if (rule == "Streak") threshold = content["threshold"].number(), lowest = tie_range(threshold).lowest,
@@ -628,7 +728,7 @@ class Policy {
       share = content["share"].number();
       parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
       for (const Policy& each : parts)
-        if (each.costs != costs || each.open_exits != open_exits || each.score != score || each.num_exits != num_exits)
+        if (each.combination || each.costs != costs || each.open_exits != open_exits || each.score != score || each.num_exits != num_exits)
           fail();
     } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
     size_t asked = costs.size() - 1;  // exits at which it decides
@@ -662,7 +762,7 @@ struct Input {  // a batch of one tensor, as the network takes it
 
 struct Decision {
   int64_t prediction = 0, exit = 0;  // of all exits of the network, open or closed
-  double cost = 0, probability = 0;
+  double cost = 0, probability = 0;  // NaN of an answer that several exits give together
 };
 
 class Predictor {
@@ -686,9 +786,17 @@ class Predictor {
       for (size_t row = 0; row < waiting.size(); ++row) {
         size_t index = waiting[row];
         int64_t sample = first + static_cast<int64_t>(index);
-        HeadValues values = head_values(logits.data<float>() + row * classes, classes, policy.score);
+        const float* own = logits.data<float>() + row * classes;
+        HeadValues values = head_values(own, classes, policy.combination ? policy.combination->columns[0] : policy.score);
         if (!std::isfinite(values.largest))
           throw Error("the network gives unusable logits for sample " + std::to_string(sample) + ": look for overflow");
+        if (policy.combination) {
+          std::vector<double> read;
+          for (const std::string& each : policy.combination->columns) read.push_back(head_values(own, classes, each).score);
+          std::vector<std::vector<double>>& said = memories[index].said;
+          std::tie(values.prediction, values.score) = (*policy.combination)(stage, values.prediction, read, said);
+          if (!policy.combination->keeps_answers()) values.probability = std::numeric_limits<double>::quiet_NaN();
+        }
         bool last = stage + 1 == stages_.size();
         if (last || policy.leaves(stage, sample, values.prediction, values.score, memories[index]))
           decisions[index] = {values.prediction, policy.open_exits[stage], policy.costs[stage], values.probability};

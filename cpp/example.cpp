@@ -178,7 +178,8 @@ int main(int count, char** given) try {
     auto place = static_cast<size_t>(each.prediction);
     std::string label = indices ? std::to_string(place) : csv_cell(predictor.classes[place]);
     std::string exit = csv_cell(predictor.exits[static_cast<size_t>(each.exit)]);
-    std::printf("%zu,%s,%s,%.17g,%.17g\n", sample, label.c_str(), exit.c_str(), each.cost, each.probability);
+    std::printf("%zu,%s,%s,%.17g,", sample, label.c_str(), exit.c_str(), each.cost);
+    std::isnan(each.probability) ? std::puts("") : std::printf("%.17g\n", each.probability);
   }
   if (each_time) {
     for (double each : times) std::fprintf(stderr, "%.6f\n", each);

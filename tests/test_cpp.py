@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from commands import shared_folder
 from exported import drawn, folder, images, network, older_exporter, policy
 from torch import nn
 
-from alight import MultiExitModel, Normalisation, Predictor, RunSettings, calibrate, export_model
+from alight import Costs, MultiExitModel, Normalisation, Predictor, RunSettings, calibrate, export_model, record
 from alight.budgeting.thresholds import tie_range
 from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
@@ -64,7 +65,8 @@ def assert_same(rows, decisions):
     names = [network().exits[index] for index in decisions.exits]
     assert [row["exit"] for row in rows] == names
     assert [float(row["cost"]) for row in rows] == decisions.spent.tolist()
-    assert np.allclose([float(row["probability"]) for row in rows], decisions.probabilities, atol=1e-6)
+    if decisions.probabilities is not None:
+        assert np.allclose([float(row["probability"]) for row in rows], decisions.probabilities, atol=1e-6)
 
 
 def with_policy(place, rule, tmp_path):
@@ -83,6 +85,44 @@ def test_every_rule_decides_as_in_python(kind, program, tmp_path):
         assert done.returncode == 0, done.stderr
         assert_same(rows, decisions)
         assert f"batches of {batch}: mean" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["eero, vote", "eero, agreement", "patience, vote", "learned_stopping", "eenet"])
+def test_combined_exits_decide_as_in_python(method, program, tmp_path):
+    name, _, combine = method.partition(", ")
+    fit = calibrate.METHODS[name]
+    fit = calibrate.combined(fit, combine) if combine else fit
+    labelled = network_and_labels()
+    fitted = fit(Costs([1.0, 1.5, 3.5], [0.0, 0.0, 0.0], "FLOPs"), "70%", labelled)
+    rule = fitted.renumbered(OPENED, num_exits=4, exits=network().exits, full_cost=6.0)
+    assert rule.combination is not None
+    place = with_policy(folder(), rule, tmp_path)
+    has_one = rule.combination.keeps_answers
+    predictor = Predictor.load(place, settings=RunSettings(threads=1), probabilities=has_one)
+    decisions = predictor(images(), np.arange(len(images())))
+    assert len({*decisions.exits.tolist()}) > 1
+    for batch in (1, 64):
+        done, rows = decided(program, place, images(), tmp_path, batch)
+        assert done.returncode == 0, done.stderr
+        if not has_one:
+            assert {row["probability"] for row in rows} == {""}
+        assert_same(rows, decisions)
+
+
+def test_other_combinations_are_refused_with_the_way_to_a_folder_that_runs(program, tmp_path):
+    add = {"combination": {"kind": "GeometricMean", "exits": [0, 1, 3]}}
+    place = with_changed(folder(), "policy.json", lambda content: content.update(add), tmp_path / "combined")
+    done, _ = decided(program, place, images()[:3], tmp_path)
+    assert "the policy combines exits as a GeometricMean, which does not run in C++: `alight export" in done.stderr
+    assert (done.returncode, "--method eero` writes a folder that does" in done.stderr) == (1, True)
+
+
+def network_and_labels():
+    """What the open exits say about the images, and labels that the later exits are more often right about."""
+    found = record(Predictor.load(folder(), settings=RunSettings(threads=1)).backend, images(), progress=False)
+    rng = np.random.default_rng(0)
+    kept = np.where(rng.random(len(found)) < 0.8, found.predictions[:, 2], found.predictions[:, 1])
+    return replace(found, labels=kept)
 
 
 def test_ties_are_drawn_by_the_same_hash(program, tmp_path):

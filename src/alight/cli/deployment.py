@@ -295,7 +295,7 @@ PRECISION_OPTIONS = {
     "bf16": (BFLOAT16, "arithmetic of 16 bits, by openvino"),
 }
 CALIBRATED = "labelled samples that trained nothing: the policy is calibrated again on what is exported"
-METHOD_OF_BUDGET = "of --budget, as of `alight calibrate`; eero runs in C++, auto (the default) not always"
+METHOD_OF_BUDGET = "for --budget, as of `alight calibrate` (default: auto, eero where labels are few)"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer tokens that requests must bring (default: the one of {TOKEN}, if it is set)"

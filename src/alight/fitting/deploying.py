@@ -129,8 +129,6 @@ class Deployed:
         ]
         if low < WORTH and len(self.exits) > 1:
             lines.append("Early exit is not worth it here: open fewer exits, or deploy the full network.")
-        if self.policy.combination is not None:
-            lines.append("The policy combines exits, which does not run in C++: for that choose the method eero.")
         if is_lower and self.float_time < min(self.mean_time, self.full_time):
             lines.append(f"Lower precision is not worth it here: the full network in {FLOAT32} is faster; deploy that.")
         if self.policy.certificate:
@@ -167,7 +165,7 @@ def deploy(
         budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
         max_accuracy_loss: Instead: the cheapest policy in milliseconds that loses no more, with 95 % confidence.
         method: Fits the policy for a budget, by its name in `calibrate.METHODS`; None: `auto`, or `eero` where labels
-            are few. The walk in C++ runs no policies that combine exits, as `auto` may: give "eero" for it.
+            are few.
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
         settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
