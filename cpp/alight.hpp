@@ -596,8 +596,8 @@ class Combination {
         if (knots_[exit].size() != columns.size() || weights_[exit].size() != expected) fail();
       }
     } else {
-      throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: `alight export NETWORK --data"
-                  " LABELLED --budget BUDGET --method eero` writes a folder that does");
+      throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: calibrate by `auto`, or with"
+                  " another --combine, or run the folder in Python");
     }
   }
 

@@ -109,12 +109,14 @@ def test_combined_exits_decide_as_in_python(method, program, tmp_path):
         assert_same(rows, decisions)
 
 
-def test_other_combinations_are_refused_with_the_way_to_a_folder_that_runs(program, tmp_path):
+def test_other_combinations_are_refused_with_what_runs_instead(program, tmp_path):
     add = {"combination": {"kind": "GeometricMean", "exits": [0, 1, 3]}}
     place = with_changed(folder(), "policy.json", lambda content: content.update(add), tmp_path / "combined")
     done, _ = decided(program, place, images()[:3], tmp_path)
-    assert "the policy combines exits as a GeometricMean, which does not run in C++: `alight export" in done.stderr
-    assert (done.returncode, "--method eero` writes a folder that does" in done.stderr) == (1, True)
+    said = (
+        "the policy combines exits as a GeometricMean, which does not run in C++: calibrate by `auto`, or"
+    )
+    assert (done.returncode, said in done.stderr) == (1, True)
 
 
 def network_and_labels():

@@ -36,7 +36,7 @@ from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
 from alight.fitting import steps
-from alight.fitting.deploying import Deployment, _within_loss
+from alight.fitting.deploying import Deployment, within_loss
 from alight.fitting.steps import Goal
 from alight.networks.heads import PooledLinear
 from alight.networks.store import save_model
@@ -526,13 +526,13 @@ def test_an_early_exit_that_is_as_good_as_the_last_is_opened_for_a_largest_loss(
     predictions = np.stack([rng.integers(5, size=600), right, right, right], axis=1)
     outputs = HeadOutputs(rng.random((600, 4)), predictions, truth, exits=network().exits)
     costs = Costs([1.0, 1.0, 1.0, 3.0], [0.1] * 4, "ms")
-    chosen = _within_loss(costs, 0.02, outputs, network().exits)
+    chosen = within_loss(costs, 0.02, outputs, network().exits)
     assert chosen.open_exits[-1] == 3  # with which accuracy is compared
     assert replay(chosen, outputs).mean_cost < 0.6 * costs.full
     assert chosen.certificate.numbers["alpha"] == 0.02
 
 
-def test_all_samples_that_calibrate_choose_the_method_and_a_name_is_taken_instead(tmp_path, quick, monkeypatch):
+def test_as_many_samples_as_calibrate_choose_the_method(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(steps, "LEAST_LABELS", round(0.6 * len(images())))  # more than those that choose exits
     work = Deployment(network(), labelled(), "int8", ONE, 1, tmp_path, progress=False)
     used = []
@@ -541,12 +541,6 @@ def test_all_samples_that_calibrate_choose_the_method_and_a_name_is_taken_instea
     )
     work.chosen(Goal("80%"))
     assert used == [1]
-    work.chosen(Goal("80%"), "eero")
-    assert used == [1]
-    with pytest.raises(BadInput, match=r"method 'aut': choose one of eero, .*, for a budget"):
-        deploy(network(), labelled(), tmp_path / "int8", budget="80%", method="aut", settings=ONE)
-    with pytest.raises(BadInput, match="others have methods of their own"):
-        deploy(network(), labelled(), tmp_path / "int8", max_accuracy_loss=0.1, method="eero", settings=ONE)
 
 
 def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alight import calibrate
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
     FORCE,
@@ -63,7 +62,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     check_unused(options.output, options.force, MANIFEST)
     if options.precision or options.data:
         return _deployed(options)
-    for name in ("budget", "max_accuracy_loss", "method", "runtime", "providers"):
+    for name in ("budget", "max_accuracy_loss", "runtime", "providers"):
         if getattr(options, name) is not None:
             raise BadInput(
                 f"--{name.replace('_', '-')} is for a policy that is calibrated on what is exported: give labelled"
@@ -295,7 +294,6 @@ PRECISION_OPTIONS = {
     "bf16": (BFLOAT16, "arithmetic of 16 bits, by openvino"),
 }
 CALIBRATED = "labelled samples that trained nothing: the policy is calibrated again on what is exported"
-METHOD_OF_BUDGET = "for --budget, as of `alight calibrate` (default: auto, eero where labels are few)"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer tokens that requests must bring (default: the one of {TOKEN}, if it is set)"
@@ -325,7 +323,6 @@ COMMANDS = (
             argument(
                 "--max-accuracy-loss", type=share, help="instead: the fastest that loses no more; 0.01 is a point"
             ),
-            argument("--method", choices=[*calibrate.METHODS], help=METHOD_OF_BUDGET, metavar="NAME"),
             argument("--batch-size", type=count, default=1, help="at which stages are timed (default: 1)"),
             argument("--threads", type=count, help="default: one for each processor"),
             *RUNTIME,

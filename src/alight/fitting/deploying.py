@@ -144,7 +144,6 @@ def deploy(
     policy: Policy | None = None,
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
-    method: str | None = None,
     precision: str = INT8,
     settings: RunSettings | None = None,
     batch_size: int = 1,
@@ -164,8 +163,6 @@ def deploy(
         policy: Calibrated on the original: its exits stay open, its method, budget and guarantee are used again.
         budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
         max_accuracy_loss: Instead: the cheapest policy in milliseconds that loses no more, with 95 % confidence.
-        method: Fits the policy for a budget, by its name in `calibrate.METHODS`; None: `auto`, or `eero` where labels
-            are few.
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
         settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
@@ -188,23 +185,19 @@ def deploy(
             f"{type(model).__name__} is not a network with exits: give a MultiExitModel. For a cascade in lower"
             " precision give cascade() the ONNX files of its networks in that precision, and export it"
         )
-    goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
-    if method is not None and (goal is None or goal.budget is None or method not in calibrate.METHODS):
-        known = ", ".join(calibrate.METHODS)
-        raise BadInput(f"method {method!r}: choose one of {known}, for a budget; others have methods of their own")
+    wanted = policy or Goal(budget, max_accuracy_loss)
     from alight.export.exporting import check_weights
 
     check_loses_nothing(Path(folder))
     settings = settings or RunSettings()
     check_settings("a deployed network is exported", settings)
     check_weights(model)
-    if goal is not None and goal.unit in COUNTED:
-        _check_affordable(model, goal)
+    _check_affordable(model, wanted)
     with tempfile.TemporaryDirectory() as temporary:
         work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
-        return work.deployed(folder, policy or goal or Goal(), method)
+        return work.deployed(folder, wanted)
 
 
 class Deployment:
@@ -264,23 +257,23 @@ class Deployment:
         self.sources: dict[tuple[int, ...], Path] = {}  # the same in float32
         self.numbers = count()  # of folders on the way
 
-    def deployed(self, folder: PathLike, wanted: Policy | Goal, method: str | None = None) -> Deployed:
+    def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
         """Return a folder with a policy for a goal, or with one like the given one."""
         if isinstance(wanted, Policy):
             return self.finished(wanted, Path(folder), None)
-        policy = self.chosen(wanted, method)
+        policy = self.chosen(wanted)
         absolute = wanted.unit == "ms" and "%" not in str(wanted.budget)
         return self.finished(policy, Path(folder), Amount(policy.budget) if absolute and policy.budget else None)
 
-    def chosen(self, goal: Goal, name: str | None = None) -> Policy:
+    def chosen(self, goal: Goal) -> Policy:
         """Return a policy whose exits and method are to be used, fitted to the samples that choose."""
         every = tuple(range(self.model.num_exits))
         place, table = self.lowered(every)
-        costs, name = self.costs(place, every, goal.unit), name or default_method(table.take(self.calibrating))
+        costs, name = self.costs(place, every, goal.unit), default_method(table.take(self.calibrating))
         table = table.take(self.choosing)
         self.steps.say("choosing exits")
         if goal.max_accuracy_loss is not None:
-            return _within_loss(costs, goal.max_accuracy_loss, table, self.model.exits)
+            return within_loss(costs, goal.max_accuracy_loss, table, self.model.exits)
         method = calibrate.METHODS[name]
         amount = costs.budget(goal.budget or BUDGET)
         opened = kept_exits(calibrate.eero, costs, amount, table)
@@ -487,15 +480,17 @@ def _seconds(predictor: Predictor, parts: Sequence[State]) -> float:
     return time.perf_counter() - begin
 
 
-def _check_affordable(model: Any, goal: Goal) -> None:
+def _check_affordable(model: Any, wanted: Policy | Goal) -> None:
     """Raise if no exit is cheap enough for a goal in counted operations, before anything is quantised."""
+    if isinstance(wanted, Policy) or wanted.unit not in COUNTED:
+        return
     from alight.costing.measure import measure_costs
 
-    costs = measure_costs(model, unit=goal.unit, progress=False)
-    affordable_exits(costs, costs.budget(goal.budget or BUDGET))
+    costs = measure_costs(model, unit=wanted.unit, progress=False)
+    affordable_exits(costs, costs.budget(wanted.budget or BUDGET))
 
 
-def _within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str, ...]) -> Policy:
+def within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str, ...]) -> Policy:
     """Return the cheapest policy that seems to lose no more accuracy, and the guarantee that it is to get."""
     fitting, testing = table.split(0.5, np.random.default_rng(0))
     full, last = testing.correct()[:, -1].mean(), len(costs) - 1
