@@ -122,10 +122,8 @@ def in_cpp(work: Path, folder: Path, pixels: np.ndarray, batch: int) -> Answers:
     """Return what the program in C++ decides."""
     with tempfile.TemporaryDirectory() as temporary:
         np.save(f"{temporary}/images.npy", pixels)
-        command = [*program(work), str(folder), f"{temporary}/images.npy", "--batch", str(batch)]
-        done = subprocess.run(
-            [*command, "--indices", "--library", library()], capture_output=True, text=True, check=True
-        )
+        command = [*program(work), str(folder), f"{temporary}/images.npy", "--batch", str(batch), "--indices"]
+        done = subprocess.run([*command, "--library", library()], capture_output=True, text=True, check=True)
     rows = [*csv.DictReader(io.StringIO(done.stdout))]
     names = Manifest.load(folder).exits
     return np.array([int(row["prediction"]) for row in rows]), np.array([names.index(row["exit"]) for row in rows])

@@ -131,17 +131,9 @@ class Program:
         """Return classes, and milliseconds of every batch."""
         path = Path(self.about["folder"]).with_suffix(".npy")
         np.save(path, images)
-        options = [
-            "--batch",
-            batch,
-            "--threads",
-            self.threads,
-            "--library",
-            self.about["library"],
-            "--times",
-            "--indices",
-        ]
-        command = [self.about["program"], self.about["folder"], path, *options, "--warm", max(WARM, 10 * batch)]
+        options = ["--batch", batch, "--threads", self.threads, "--library", self.about["library"]]
+        command = [self.about["program"], self.about["folder"], path, *options]
+        command += ["--times", "--indices", "--warm", max(WARM, 10 * batch)]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
         rows = [line.split(",") for line in done.stdout.splitlines()[1:]]
         return [int(row[1]) for row in rows], [float(line) for line in done.stderr.split()]
