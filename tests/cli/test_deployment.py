@@ -30,6 +30,7 @@ def rows(path):
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
+@pytest.mark.filterwarnings("default:the labels are left out")
 def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     for name in ("export", "run"):
@@ -62,8 +63,12 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert again[3]["sample"].endswith("pictures/03.png")
     (work / "months" / "january").mkdir(parents=True)  # a folder that is not a class
     Image.fromarray(pixels[0]).save("months/january/00.png")
-    assert run("run exported months -o months.csv -q", capsys)[0] == 0
+    status, _, err = run("run exported months -o months.csv", capsys)
+    assert status == 0
     assert "label" not in rows(work / "months.csv")[0]
+    (warned,) = (line for line in err.splitlines() if line.startswith("alight: "))
+    assert warned.startswith("alight: the labels are left out, and no accuracy is computed: months has classes by name")
+    assert "1 of them, and the network has 10" in warned
 
 
 def test_a_quantised_network_goes_to_triton_too(work, monkeypatch, capsys):

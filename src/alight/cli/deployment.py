@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
@@ -46,8 +47,9 @@ from alight.files import POLICY as POLICY_FILE
 from alight.policies import load_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from alight.engine.manifest import Manifest
     from alight.policies.policy import Policy
     from alight.serve.access import Tokens
     from alight.serve.hosting import ModelSource, OpenLedger
@@ -147,18 +149,12 @@ def run_run(options: argparse.Namespace) -> CommandResult:
     """Predict every sample with an exported network, without PyTorch."""
     check_distinct(options.data, options.policy, options.output)
     check_order(options, {"folder": "exported", "data": "data"})
-    from alight.data.batches import load_data
     from alight.data.formats import names_of, write_answers
-    from alight.engine.manifest import Manifest, exported_tokenizer
+    from alight.engine.manifest import Manifest
     from alight.engine.predictor import Predictor
 
     manifest = Manifest.load(options.folder)
-    tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
-    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "split": "test"}
-    try:
-        data = load_data(options.data, manifest.input_spec, **reading)
-    except BadInput:  # labels of other classes, as folders of any names are: answers alone
-        data = load_data(options.data, manifest.input_spec, labels=False, **reading)
+    data = _with_fitting_labels(options, manifest)
     policy = load_policy(options.policy or Path(options.folder) / POLICY_FILE)
     predictor = Predictor.load(
         options.folder,
@@ -172,6 +168,21 @@ def run_run(options: argparse.Namespace) -> CommandResult:
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes)
     return decisions_result(decisions, options.output, predictor.policy)
+
+
+def _with_fitting_labels(options: argparse.Namespace, manifest: "Manifest") -> "Iterable[Any]":
+    """Return the data of `alight run`; labels of other classes, as folders of any names are, are left out."""
+    from alight.data.batches import load_data
+    from alight.engine.manifest import exported_tokenizer
+
+    tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
+    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "split": "test"}
+    try:
+        return load_data(options.data, manifest.input_spec, **reading)
+    except BadInput as error:
+        unlabelled = load_data(options.data, manifest.input_spec, labels=False, **reading)
+        warnings.warn(f"the labels are left out, and no accuracy is computed: {error}", stacklevel=2)
+        return unlabelled
 
 
 def run_serve(options: argparse.Namespace) -> None:
