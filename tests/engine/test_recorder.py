@@ -11,7 +11,7 @@ from digits import digits, held_out, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alight.engine.recorder import Recorder, record
+from alight.engine.recorder import Recorder, numbered_otherwise, record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
@@ -251,3 +251,32 @@ def test_heads_that_do_not_agree_are_refused(heads):
     model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, classes) for classes in heads])
     with pytest.raises(BadInput, match=r"the exits' logits have shapes \[\(5, \d\), \(5, \d\)\]"):
         record(model, [torch.zeros(5, 4)], progress=False)
+
+
+def test_labels_that_are_numbered_otherwise_than_the_classes_are_warned_of():
+    heads = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for head in heads:
+        nn.init.eye_(head.weight)
+    model, classes = MultiExitModel([nn.Identity(), nn.Identity()], heads), np.arange(2000) % 8
+    names = np.array([*"hgfedcba"])
+    alphabetical = np.searchsorted(np.sort(names), names[classes])
+    samples = np.eye(8, dtype=np.float32)[classes]
+    said = r"0\.0% accuracy on 2,000 labelled samples, guessing 12\.5%, and with classes in another order 100\.0%"
+    with pytest.warns(UserWarning, match=said) as found:
+        record(model, (samples, alphabetical), progress=False)
+    assert len(found) == 1
+    assert "set model.classes in the order of its logits" in str(found[0].message)
+    record(model, (samples, classes), progress=False)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 10, 100])
+def test_networks_that_know_nothing_are_not_taken_for_misnumbered(num_classes):
+    rng = np.random.default_rng(0)
+    for count in (20, 300, 3000):
+        labels = rng.integers(max(2, num_classes // 3), size=count)
+        answers = rng.integers(num_classes, size=count), np.full(count, num_classes - 1), np.full(count, 0)
+        for predictions in answers:
+            table = HeadOutputs(np.full((count, 1), 0.5), predictions[:, None], labels)
+            assert numbered_otherwise(table, num_classes) == ""
+    table = HeadOutputs([[0.5]] * 300, [[3]] * 300, [3] * 150 + [1] * 150)
+    assert numbered_otherwise(table, None) == ""

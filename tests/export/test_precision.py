@@ -552,6 +552,13 @@ def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):
         Deployment(network(), few, "int8", ONE, 1, tmp_path, progress=False)
 
 
+def test_labels_numbered_otherwise_are_said_once_before_anything_is_exported(tmp_path, quick):
+    truth = table().predictions[:, -1]
+    with pytest.warns(UserWarning, match="and with classes in another order 100.0%") as found:
+        Deployment(network(), (images(), (truth + 1) % network().num_classes), "int8", ONE, 1, tmp_path, progress=False)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("given", ["network", "thesis.tex"])
 def test_a_folder_that_holds_something_else_is_not_replaced(given, tmp_path, quick):
     (tmp_path / "mine").mkdir()

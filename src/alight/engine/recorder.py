@@ -1,5 +1,6 @@
 """What every head says about every sample, once, so that everything else is arithmetic on a table."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,9 @@ from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike
 from alight.outputs import KEPT, TOP, HeadOutputs, check_top
 from alight.scores import SCORES
+
+ERRORS = 4  # standard errors below guessing: no network that knows nothing is so rarely right
+KNOWING = 0.4  # of the samples, at least, that a network which knows something gets right under other numbers
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,41 @@ def record(
     >>> record(model, [(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))], progress=False)
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
-    return Recorder(model, score, features, top, settings).table(data, batch_size, progress)
+    recorder = Recorder(model, score, features, top, settings)
+    table = recorder.table(data, batch_size, progress)
+    if problem := numbered_otherwise(table, recorder.backend.num_classes):
+        warnings.warn(problem, stacklevel=2)
+    return table
+
+
+def numbered_otherwise(table: HeadOutputs, num_classes: int | None) -> str:
+    """Return what to do about labels that are numbered otherwise than the classes of a network; nothing if they fit.
+
+    The full network is then significantly less accurate than guessing, and accurate once its classes are renumbered.
+
+    >>> other = HeadOutputs([[0.9]] * 300, [[0], [1], [2]] * 100, [1, 2, 0] * 100)
+    >>> numbered_otherwise(other, 3).partition(":")[0]
+    'the full network has 0.0% accuracy on 300 labelled samples, guessing 33.3%, and with classes in another order 100.0%'
+    """  # noqa: E501
+    if table.labels is None or table.quality is not None or not num_classes or num_classes < 2:
+        return ""
+    count, guessing, labels = len(table), 1 / num_classes, table.labels
+    accuracy = float(table.correct()[:, -1].mean())
+    if accuracy >= guessing - ERRORS * (guessing * (1 - guessing) / count) ** 0.5:
+        return ""
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
+    met = np.zeros((max(num_classes, table.predictions[:, -1].max() + 1, labels.max() + 1),) * 2, np.int64)
+    np.add.at(met, (table.predictions[:, -1], labels), 1)
+    renumbered = float(met[linear_sum_assignment(met, maximize=True)].sum() / count)
+    most = float(met.sum(axis=0).max() / count)  # which the best constant answer would reach
+    if renumbered <= max(KNOWING, most + ERRORS * (most * (1 - most) / count) ** 0.5):
+        return ""
+    return (
+        f"the full network has {accuracy:.1%} accuracy on {count:,} labelled samples, guessing {guessing:.1%}, and with"
+        f" classes in another order {renumbered:.1%}: number the labels as its logits are, or set model.classes in the"
+        " order of its logits (names are numbered by the alphabet where the network has none)"
+    )
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from alight.data.preprocess import InputSpec, Normalisation, as_array
 from alight.data.samples import Items, Samples
 from alight.data.sources import open_data
 from alight.display import layer_label, listed
+from alight.engine.recorder import numbered_otherwise
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.scores import are_probabilities
@@ -167,7 +168,7 @@ def near_guessing(table: HeadOutputs, num_classes: int | None) -> str:
     guessing = 1 / (num_classes or np.inf)
     if table.labels is None or (accuracy := float(table.correct()[:, -1].mean())) >= guessing + min(guessing, 0.1):
         return ""
-    return (
+    return numbered_otherwise(table, num_classes) or (
         f"the full network has {accuracy:.1%} accuracy on the validation samples, near the {guessing:.1%} of guessing:"
         " train it longer, or check that its weights are loaded, that inputs are normalised as in its training, and the"
         " order of its classes"

@@ -25,7 +25,7 @@ from alight.engine.backends.exported import check_settings, exported_backend
 from alight.engine.backends.onnx import on_host
 from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
 from alight.engine.predictor import Predictor
-from alight.engine.recorder import record
+from alight.engine.recorder import Recorder, record
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
@@ -384,7 +384,7 @@ class Deployment:
         terms: dict[str, Any] = {"runtime": self.runtime, "providers": self.settings.providers, "levels": levels}
         place = lower(source, self.folder / str(next(self.numbers)), self.precision, self.samples, **terms)
         backend = exported_backend(place, Manifest.load(place), self.settings)
-        table = record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
+        table = Recorder(backend).table(self.data, BATCH, self.steps.progress)
         if not np.array_equal(table.truth(), self.original.truth()):
             raise BadInput(
                 "the data came in another order when they were read again, so that samples which choose precision and"

@@ -16,7 +16,7 @@ from alight.data.labels import single_classes
 from alight.data.preprocess import as_array
 from alight.display import exit_names, layer_label, number, quantity
 from alight.engine.backends.members import LogitsBackend
-from alight.engine.recorder import record
+from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.fitting.calls import Steps, costs_literal, data_literal, example_literal, settings_literal
@@ -299,7 +299,7 @@ class _Fitting:
         else:
             self.steps.say("recording what every head says about the validation samples")
             self.kept = KeptSamples(validation, self.model.input_spec, self.batch_size)
-            table = record(self.model, self.kept, progress=self.steps.progress)
+            table = Recorder(self.model).table(self.kept, progress=self.steps.progress)
             named = data_literal("validation", validation)
             self.steps.call(f"table = alight.record(model, {named}, batch_size={self.batch_size})")
         warn_of_table(table, self.model.num_classes)
