@@ -79,6 +79,18 @@ def test_a_quantised_network_goes_to_triton_too(work, monkeypatch, capsys):
     assert (work / "served/alight_stage_0/1/model.onnx").read_bytes() == (work / "q8/stage_0.onnx").read_bytes()
 
 
+def test_the_names_of_classes_are_those_of_labelled_data_where_the_network_has_none(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    digits = np.array("zero one two three four five six seven eight nine".split())
+    np.savez("named.npz", images=np.load("test.npz")["images"], labels=digits[np.arange(24) % 10])
+    with older_exporter():
+        status, _, err = run("export model --fp16 --data named.npz --budget 90% -o named -q", capsys)
+    assert (status, err) == (0, "")
+    assert json.loads((work / "named/manifest.json").read_text())["classes"] == sorted(digits)
+    assert run("run named named.npz -o named.csv -q", capsys)[0] == 0
+    assert [row["label"] for row in rows(work / "named.csv")[:3]] == ["zero", "one", "two"]
+
+
 def test_image_files_need_a_normalisation_that_attach_or_export_states(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     model = load_model("model")

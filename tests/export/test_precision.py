@@ -559,6 +559,17 @@ def test_labels_numbered_otherwise_are_said_once_before_anything_is_exported(tmp
     assert len(found) == 1
 
 
+def test_names_of_labels_become_those_of_the_deployed_network(tmp_path, quick):
+    model = copy.deepcopy(network())
+    model.classes = ()
+    names = np.array([f"class {chr(97 + index)}" for index in range(model.num_classes)])
+    data = images(), [*names[table().predictions[:, -1]]]
+    assert {*data[1]} == {*names}
+    made = deploy(model, data, tmp_path / "named", budget="90%", precision="float16", settings=ONE, progress=False)
+    assert Manifest.load(made.folder).classes == tuple(names)
+    assert model.classes == ()
+
+
 @pytest.mark.parametrize("given", ["network", "thesis.tex"])
 def test_a_folder_that_holds_something_else_is_not_replaced(given, tmp_path, quick):
     (tmp_path / "mine").mkdir()

@@ -120,7 +120,9 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     from alight.data.batches import load_data
     from alight.engine.predictor import check_fingerprint
     from alight.export.exporting import check_normalisation
+    from alight.fitting.calls import Steps
     from alight.fitting.deploying import deploy
+    from alight.fitting.heads import keep_classes
     from alight.networks.store import fingerprint, load_model
 
     model = load_model(options.model)
@@ -128,6 +130,7 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
         check_fingerprint(policy, fingerprint(model))
     check_normalisation(normalisation(options), model.normalisation)
     model.normalisation = model.normalisation or normalisation(options)
+    keep_classes(model, options.data, Steps(not options.quiet, "deploy"), options.split)
     data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
     terms = {

@@ -1,5 +1,6 @@
 """From a network to a folder that runs elsewhere, in lower precision: quantised, recorded and calibrated again."""
 
+import copy
 import shutil
 import tempfile
 import time
@@ -30,6 +31,7 @@ from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
 from alight.fitting.calls import Steps
+from alight.fitting.heads import keep_classes
 from alight.fitting.steps import BUDGET, WORTH, Goal, default_method, lost_too_much
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
@@ -195,6 +197,8 @@ def deploy(
     check_settings("a deployed network is exported", settings)
     check_weights(model)
     _check_affordable(model, wanted)
+    model = copy.copy(model)  # which may get names of classes
+    keep_classes(model, data, Steps(progress, "deploy"))
     with tempfile.TemporaryDirectory() as temporary:
         work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
         return work.deployed(folder, wanted)

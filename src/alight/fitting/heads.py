@@ -48,8 +48,7 @@ def with_heads(
 
     named = NamedNetwork(str(network)) if isinstance(network, str | Path) else network
     named = replace(named, after=after) if isinstance(named, NamedNetwork) else None
-    names, count = classes_in(data)
-    model = _built(named, count, steps) if named else network
+    model = _built(named, classes_in(data)[1], steps) if named else network
     _check_module(model)
     _check_gradients()
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named) or model.is_untrained("heads")
@@ -63,12 +62,18 @@ def with_heads(
         example = _own_example(model, data, preprocess, steps)
     if named and named.weights:
         _load_weights(model, named.weights, steps)
-    if names and not model.classes and model.num_classes == len(names):
+    keep_classes(model, data, steps)
+    untrained = not named.is_trained if named else model.is_untrained("stages")
+    return WithHeads(model, example, untrained, new_heads)
+
+
+def keep_classes(model: "MultiExitModel", data: Any, steps: Steps, split: str | None = None) -> None:
+    """Give a network without names for its classes those of labelled data, where the data has as many."""
+    names = () if model.classes else classes_in(data, split)[0]
+    if names and model.num_classes == len(names):
         model.classes = tuple(names)
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
-    untrained = not named.is_trained if named else model.is_untrained("stages")
-    return WithHeads(model, example, untrained, new_heads)
 
 
 def _copied(model: "MultiExitModel", steps: Steps) -> "MultiExitModel":

@@ -21,14 +21,14 @@ CHANNELS = (1, 3)  # of pictures
 KEPT = 256  # validation samples that are timed and shown, at least
 
 
-def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
+def classes_in(data: Any, split: str | None = None) -> tuple[Sequence[str], int | None]:
     """Return the names of the classes in the order that labels are numbered in, and how many there are, if known.
 
     >>> classes_in((["a", "b", "c"], ["no", "yes", "no"])), classes_in((np.zeros((3, 2)), [0, 1, 2]))
     ((('no', 'yes'), 2), ((), 3))
     """
     try:
-        samples = open_data(data, InputSpec())
+        samples = open_data(data, InputSpec(), split)
     except UnknownClasses as error:
         return error.names, len(error.names)
     except AlightError:  # what the network takes is not known yet
