@@ -8,8 +8,9 @@ from conftest import made_up
 from torch import nn
 
 from alight import Costs, calibrate, replay
-from alight.display import html_table
+from alight.display import accuracy_text, html_table
 from alight.networks.multi_exit import MultiExitModel
+from alight.outputs import HeadOutputs
 from alight.planning.plan import Plan
 from alight.policies.policy import ExitAt, Threshold
 
@@ -84,3 +85,13 @@ def test_what_a_user_names_is_escaped():
     assert "<script" not in policy._repr_html_()
     assert "&lt;script&gt;" in policy._repr_html_()
     assert "<b>" not in html_table("<b>", [["<b>", "<b>"]], ["<b>"])
+
+
+def test_an_accuracy_below_100_percent_is_never_rounded_up_to_it():
+    labels = [0] * 2000
+    one_wrong = HeadOutputs([[0.9]] * 2000, [[1], *[[0]] * 1999], labels)
+    decisions = replay(ExitAt(costs=(1.0,), open_exits=(0,), num_exits=1), one_wrong)
+    assert "accuracy 99.95%, " in repr(decisions)
+    for share, shown in ((1999 / 2000, "99.95 %"), (0.99999, "99.999 %"), (0.9994, "99.9 %"), (1.0, "100.0 %")):
+        assert accuracy_text(share) == shown
+    assert accuracy_text(0.0) == "0.0 %"

@@ -14,6 +14,7 @@ SHOWN = {  # prefixes that are shown, from large to small
     "J": ("k", "", "m", "\u00b5", "n"),
 }
 DIGITS = 3  # that matter
+MOST_DIGITS = 9  # behind the point of a percentage just below 100
 
 
 def quantity(value: float, unit: str) -> str:
@@ -55,13 +56,17 @@ def percent(share: float, digits: int = DIGITS) -> str:
     return f"{float(f'{100 * share:.{digits}g}'):g} %"
 
 
-def accuracy_text(share: float) -> str:
-    """Return an accuracy, or a share of samples, in percent with one digit.
+def accuracy_text(share: float, sign: str = " %") -> str:
+    """Return an accuracy, or a share of samples, in percent with one digit; with more where 100 would be rounded up.
 
-    >>> accuracy_text(0.93149), accuracy_text(1.0)
-    ('93.1 %', '100.0 %')
+    >>> accuracy_text(0.93149), accuracy_text(1999 / 2000), accuracy_text(1.0)
+    ('93.1 %', '99.95 %', '100.0 %')
     """
-    return f"{100 * share:.1f} %"
+    digits, shown = 1, f"{100 * share:.1f}"
+    while share < 1 and float(shown) == 100 and digits < MOST_DIGITS:
+        digits += 1
+        shown = f"{100 * share:.{digits}f}"
+    return f"{shown}{sign}"
 
 
 def exit_names(names: Sequence[str], count: int) -> tuple[str, ...]:

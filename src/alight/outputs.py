@@ -457,7 +457,7 @@ class Decisions:
         return html_table(f"Decisions: {self._summary()}", self.columns())
 
     def _summary(self) -> str:
-        right = "" if self.labels is None else f"accuracy {self.accuracy():.1%}, "
+        right = "" if self.labels is None else f"accuracy {accuracy_text(self.accuracy(), '%')}, "
         return f"{len(self):,} samples, {right}mean cost {quantity(self.mean_cost, self.unit)}"
 
     def columns(self) -> list[list[str]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from alight import calibrate
 from alight.costs import Costs
-from alight.display import aligned, html_table, layer_label, quantity
+from alight.display import accuracy_text, aligned, html_table, layer_label, quantity
 from alight.engine.predictor import Predictor
 from alight.errors import BadFile, BadInput
 from alight.evaluation import Point, evaluate_policy, sweep
@@ -76,10 +76,11 @@ class Fit:
         """Return a table as columns of text: the full network, and the policy beside it."""
         decisions, truth, unit = self.decisions, self.test.truth(), self.costs.unit
         share = decisions.mean_cost / self.costs.full
+        accuracies = self.test.correct()[:, -1].mean(), decisions.accuracy(truth)
         agreement = "accuracy" if self.test.labels is not None else "agreement"
         rows = {
             "": ("full network", "with exits"),
-            agreement: (f"{self.test.correct()[:, -1].mean():.1%}", f"{decisions.accuracy(truth):.1%}"),
+            agreement: tuple(accuracy_text(each, "%") for each in accuracies),
             COST: (quantity(self.costs.full, unit), quantity(decisions.mean_cost, unit)),
             "of the full network": ("100%", f"{share:.1%}"),
         }
