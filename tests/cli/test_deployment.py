@@ -12,9 +12,9 @@ from exported import older_exporter
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from alight import Costs, load_model, save_model
+from alight import Costs, Predictor, load_model, save_model
 from alight.cli.parser import COMMANDS
-from alight.policies.policy import Threshold
+from alight.policies.policy import Lottery, Threshold
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,23 @@ def test_a_quantised_network_goes_to_triton_too(work, monkeypatch, capsys):
         status, _, err = run("export model --int8 --data test.npz --budget 90% -o q8 --triton served -q", capsys)
     assert (status, err) == (0, "")
     assert (work / "served/alight_stage_0/1/model.onnx").read_bytes() == (work / "q8/stage_0.onnx").read_bytes()
+
+
+def test_mixtures_draw_anew_for_each_data_or_as_a_predictor_does(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    terms = {"costs": (1.0, 2.0), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
+    Lottery(**terms, exit_rates=(0.5, 0.5)).save("lottery.json")
+    images = np.load("test.npz")["images"]
+    with older_exporter():
+        assert run("export model lottery.json -o drawn -q", capsys)[0] == 0
+    chosen = [("layer1", "layer2", "end")[each] for each in Predictor.load("drawn")(images).exits]
+    for command in ("run drawn test.npz", "predict model lottery.json test.npz"):
+        drawn = {}
+        for salt in ("--salt policy", "--salt data", ""):
+            assert run(f"{command} {salt} -o drawn.csv -q", capsys)[0] == 0
+            drawn[salt] = [row["exit"] for row in rows(work / "drawn.csv")]
+        assert drawn["--salt policy"] == chosen
+        assert drawn["--salt data"] == drawn[""] != chosen
 
 
 def test_the_names_of_classes_are_those_of_labelled_data_where_the_network_has_none(work, monkeypatch, capsys):

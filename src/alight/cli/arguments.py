@@ -49,11 +49,14 @@ def output_folder(text: str) -> str:
     return text
 
 
-def salted_by(policy: Policy, path: str) -> Policy:
+def salted_by(policy: Policy, path: str, salt: str = "data") -> Policy:
     """Return the policy with a salt of its own for this data, the same in every run and, of files, on Ray too.
 
     A run numbers its samples from 0, so with the policy's own salt the first sample of every run would draw alike.
+    With `salt="policy"` it does, as that of every new `Predictor`.
     """
+    if salt == "policy":
+        return policy
     digest, place = sha256(str(policy.salt).encode()), Path(path)
     if not place.exists():  # a URI, or a data set by name
         digest.update(path.encode())
@@ -155,6 +158,13 @@ POLICY = argument("policy", nargs="?", help=POLICIES)
 TOKENIZER_FOLDER = argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
 DEVICE = argument("--device", help="default: cuda if there is one")
 FORCE = argument("--force", action="store_true", help="replace the network or recording that is there")
+SALT = argument(
+    "--salt",
+    choices=["data", "policy"],
+    default="data",
+    help="of ties and mixtures: data draws anew for each file, so that many small runs keep the budget; policy draws as"
+    " a Predictor and C++ do (default: data)",
+)
 ALLOW_MISMATCH = argument("--allow-mismatch", action="store_true", help="accept a policy of another network")
 NORMALISATION = (
     argument(

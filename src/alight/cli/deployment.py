@@ -16,6 +16,7 @@ from alight.cli.arguments import (
     POLICY,
     RUN,
     RUNTIME,
+    SALT,
     TOKENIZER_FOLDER,
     check_data,
     check_distinct,
@@ -167,7 +168,7 @@ def run_run(options: argparse.Namespace) -> CommandResult:
         allow_compiled=True,
         **named(options, "batch_size", "allow_mismatch"),
     )
-    predictor = predictor.with_policy(salted_by(predictor.policy, options.data))
+    predictor = predictor.with_policy(salted_by(predictor.policy, options.data, options.salt))
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes)
     return decisions_result(decisions, options.output, predictor.policy)
@@ -362,6 +363,7 @@ COMMANDS = (
             argument("--threads", type=count, help="default: one for each processor"),
             argument("--max-tokens", type=count, default=128, help="of a text (default: 128)"),
             *RUNTIME,
+            SALT,
             ALLOW_MISMATCH,
             output_option("answers.csv", ".csv or .parquet", answers_file),
         ),

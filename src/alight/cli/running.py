@@ -20,6 +20,7 @@ from alight.cli.arguments import (
     POLICY,
     RUN_OR_TUNE,
     RUNTIMES,
+    SALT,
     check_data,
     check_distinct,
     check_unused,
@@ -118,8 +119,9 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     check_distinct(options.data, options.policy, options.output)
     check_order(options, {"model": "network", "policy": "policy", "data": "data"})
     policy = load_policy(policy_of(options.model, options.policy))
+    salted = salted_by(policy, options.data, options.salt)
     if options.engine == "ray":
-        return _predict_on_ray(options, salted_by(policy, options.data))
+        return _predict_on_ray(options, salted)
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
     from alight.data.formats import names_of, write_answers
@@ -128,7 +130,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     model, data = _model_and_data(options)
     settings, rebatch = _tuned_settings(options, model, data, policy)
     terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_answers}
-    predictor = Predictor(model, salted_by(policy, options.data), settings=settings, rebatch=rebatch, **terms)
+    predictor = Predictor(model, salted, settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
     bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
@@ -413,6 +415,7 @@ COMMANDS = (
         (
             *data_arguments("test", POLICY),
             *RUN_OR_TUNE,
+            SALT,
             ALLOW_MISMATCH,
             *ENGINE,
             output_option(
