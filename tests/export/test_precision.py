@@ -424,6 +424,8 @@ def test_providers_are_those_of_the_installed_runtime(int8):
         backend(folder(), RunSettings(providers=("tensorrt",)))
     assert len(backend(folder(), RunSettings(threads=1, providers=("cpu",))).stages) == 3
     assert len(backend(int8, RunSettings(threads=1, providers=("CPUExecutionProvider",))).stages) == 3
+    with pytest.raises(BadInput, match="this onnxruntime has no provider 'foo': choose among "):
+        backend(int8, RunSettings(providers=("foo",)))
     for wrong in ("cpu", (("cuda", {"device_id": 0}),)):
         with pytest.raises(BadInput, match=r"providers .*: give their names, as \('cuda',\)"):
             RunSettings(providers=wrong)

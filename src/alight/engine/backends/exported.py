@@ -65,6 +65,10 @@ def _check_rounding(folder: Path, manifest: Manifest, runtime: str, providers: t
         )
     own, other = (", ".join(dict.fromkeys([*each, "cpu"])) for each in (manifest.providers, providers))
     if own != other:
+        if runtime == ONNXRUNTIME:
+            from alight.engine.backends.onnx import chosen_providers
+
+            chosen_providers(providers)  # raises where one is misspelt
         raise Mismatch(
             f"{folder} was recorded and calibrated by {own}, and {other} rounds otherwise: export it for that, or"
             " allow_mismatch=True (--allow-mismatch)"

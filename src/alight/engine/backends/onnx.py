@@ -130,7 +130,7 @@ class Session:
         options.log_severity_level = 4  # errors are raised
         for key, value in SPIN.items():
             options.add_session_config_entry(key, value)
-        chosen = chosen_providers(runtime, providers)
+        chosen = chosen_providers(providers)
         try:
             self._session = runtime.InferenceSession(content, options, providers=chosen)
         except Exception as error:
@@ -206,9 +206,9 @@ def check_whole(content: bytes, name: str) -> None:
         raise BadFile(name, "it names another file for its weights, which nothing verifies", "export it in one file")
 
 
-def chosen_providers(runtime: Any, names: Sequence[str]) -> list[str]:
+def chosen_providers(names: Sequence[str]) -> list[str]:
     """Return providers as ONNX Runtime spells them, the CPU last: it runs what the others cannot."""
-    known = {each.removesuffix(PROVIDER).lower(): each for each in runtime.get_available_providers()}
+    known = {each.removesuffix(PROVIDER).lower(): each for each in _onnxruntime().get_available_providers()}
     chosen = [known.get(name) for name in names]
     if None in chosen:
         raise BadInput(
