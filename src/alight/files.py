@@ -25,6 +25,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, i
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
 MANIFEST = "manifest.json"  # in the folder of an exported one
+FIRST_STAGES = ("stage_0.onnx", "stage_0.pt2")  # of an exported network
 CASCADE = "cascade.json"  # in the folder of a cascade, beside a file or folder for each network
 POLICY = "policy.json"  # beside a saved or an exported network
 COSTS, CALIBRATION, TEST, CALLS = "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt"  # and of a fit
@@ -178,12 +179,15 @@ def json_text(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps({"alight": kind, "schema": SCHEMA, **content}, indent=2, allow_nan=False) + "\n"
 
 
-def read_json(path: PathLike, kind: str, text: bytes | None = None) -> dict[str, Any]:
-    """Return the content of a JSON file of this kind, whose text was read before where the path is not a local one."""
+def read_json(path: PathLike, kind: str, text: bytes | None = None, remedy: str = "") -> dict[str, Any]:
+    """Return the content of a JSON file of this kind, whose text was read before where the path is not a local one.
+
+    The remedy for a damaged file is to write it again, unless another one is given.
+    """
     try:
         document = json.loads((Path(path).read_bytes() if text is None else text).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadFile(path, f"it is not whole JSON ({error})", f"write the {kind} again") from error
+        raise BadFile(path, f"it is not whole JSON ({error})", remedy or f"write the {kind} again") from error
     if not isinstance(document, dict):
         raise BadFile(path, f"it holds no {kind}", f"give a file that alight wrote as a {kind}")
     _check_kind(path, kind, document.pop("alight", None), document.pop("schema", None))

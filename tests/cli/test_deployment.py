@@ -96,6 +96,34 @@ def test_mixtures_draw_anew_for_each_data_or_as_a_predictor_does(work, monkeypat
         assert drawn["--salt data"] == drawn[""] != chosen
 
 
+def test_what_is_left_of_an_export_is_said_and_replaced_if_forced(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    export = "export model policy.json -o half -q"
+    with older_exporter():
+        assert run(export, capsys)[0] == 0
+    manifest = Path("half/manifest.json")
+    whole = manifest.read_text()
+    manifest.write_text(whole[:100])
+    _, _, cut = run("run half test.npz -o refused.csv", capsys)
+    assert cut.startswith("alight: cannot read half/manifest.json: it is not whole JSON (")
+    assert cut.endswith("; export the network again\n")
+    manifest.unlink()
+    assert run("run half test.npz -o refused.csv", capsys) == (
+        1,
+        "",
+        "alight: cannot read half: it has no manifest.json; export the network again\n",
+    )
+    assert "half holds what is left of an exported network: give another place with -o, or --force" in "".join(
+        run(export, capsys)[1:]
+    )
+    with older_exporter():
+        for damaged in ("", whole[:100]):
+            if damaged:
+                manifest.write_text(damaged)
+            assert run(f"{export} --force", capsys)[0] == 0
+    assert run("run half test.npz -o half.csv -q", capsys)[0] == 0
+
+
 def test_the_names_of_classes_are_those_of_labelled_data_where_the_network_has_none(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     digits = np.array("zero one two three four five six seven eight nine".split())

@@ -19,7 +19,7 @@ from alight.cli.command import Argument, argument
 from alight.data.preprocess import Normalisation
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
-from alight.files import MANIFEST, WEIGHTS, check_writable, described_network
+from alight.files import FIRST_STAGES, MANIFEST, WEIGHTS, check_writable, described_network
 from alight.files import POLICY as POLICY_FILE
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
@@ -341,6 +341,8 @@ def check_unused(path: str, force: bool, marker: str = "") -> None:
 
 def _described(place: Path) -> str:
     """Return what a file is, or the folder that it lies in, in a few words."""
+    if place.name in FIRST_STAGES:
+        return "what is left of an exported network"
     if place.name in (MANIFEST, POLICY_FILE):
         return "an exported network" if place.name == MANIFEST else "a fitted network, its policy and tables"
     try:

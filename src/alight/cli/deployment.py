@@ -43,7 +43,7 @@ from alight.display import layer_label
 from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
-from alight.files import MANIFEST, check_network_folder
+from alight.files import FIRST_STAGES, MANIFEST, check_network_folder
 from alight.files import POLICY as POLICY_FILE
 from alight.policies import load_policy
 
@@ -62,7 +62,8 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch, in int8 if wanted."""
     check_order(options, {"model": "network", "policy": "policy"})
-    check_unused(options.output, options.force, MANIFEST)
+    for marker in (MANIFEST, *FIRST_STAGES):
+        check_unused(options.output, options.force, marker)
     if options.precision or options.data:
         return _deployed(options)
     for name in ("budget", "max_accuracy_loss", "runtime", "providers"):

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from alight.errors import BadInput
-from alight.files import CASCADE, CONFIG, MANIFEST, WEIGHTS, check_network_folder
+from alight.files import CASCADE, CONFIG, FIRST_STAGES, MANIFEST, WEIGHTS, check_network_folder
 
 Kind = Literal["network", "exported", "policy", "costs", "table", "recording", "points", "data"]
 
@@ -102,7 +102,7 @@ def _words(values: Mapping[str, str], order: Sequence[str]) -> str:
 def _kind_of_folder(folder: Path) -> Kind:
     if (folder / CASCADE).is_file() or all((folder / name).is_file() for name in (WEIGHTS, CONFIG)):
         return "network"
-    if (folder / MANIFEST).is_file():
+    if any(map(Path.is_file, map(folder.joinpath, (MANIFEST, *FIRST_STAGES)))):
         return "exported"
     first = next(iter(sorted(folder.glob("*.npz"))), None)
     return "table" if first is not None and _stated_in_arrays(first) == "table" else "data"

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from alight.data.tokens import CONFIG, TOKENIZER, mask_meaning
 from alight.data.tokens import FILE as VOCABULARY
 from alight.engine.settings import ONNXRUNTIME, OPENVINO
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import MANIFEST, POLICY, PathLike, read_json, write_json
+from alight.files import FIRST_STAGES, MANIFEST, POLICY, PathLike, read_json, write_json
 
 KIND = "Deployment"
 ONNX, AOTI = "onnx", "aoti"
@@ -24,6 +25,8 @@ PRECISIONS = (FLOAT32, FLOAT16, BFLOAT16, INT8)
 PROBED_LOGITS, PROBED_TOKENS = 8, 7  # logits of each exit that the probe keeps; tokens of its text
 GAPS = {INT8: 0.05, BFLOAT16: 0.05}  # of the largest logit, by which a probe may differ: rounding is coarse there
 SMALL_GAP = 1e-3
+AGAIN = "export the network again"
+STAGE = re.compile(r"stage_\d+\.(onnx|pt2)")
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples fill an interval evenly, and every language computes them alike
 
 
@@ -87,13 +90,15 @@ class Manifest:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         if not path.is_file():
-            raise BadFile(folder, f"it has no {MANIFEST}", "give a folder that `alight export` wrote")
-        content = read_json(path, KIND)
+            is_rest = any((path.parent / name).is_file() for name in FIRST_STAGES)
+            remedy = AGAIN if is_rest else "give a folder that `alight export` wrote"
+            raise BadFile(folder, f"it has no {MANIFEST}", remedy)
+        content = read_json(path, KIND, remedy=AGAIN)
         try:
             return cls._from(content)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise BadFile(path, f"its content is not usable ({reason})", "export the network again") from error
+            raise BadFile(path, f"its content is not usable ({reason})", AGAIN) from error
 
     @classmethod
     def _from(cls, content: Mapping[str, Any]) -> "Manifest":
@@ -127,13 +132,11 @@ class Manifest:
 
 
 def check_loses_nothing(folder: Path) -> None:
-    """Check that a folder which an export takes the place of holds nothing but an earlier export."""
+    """Check that a folder which an export takes the place of holds nothing but an earlier export, or what is left."""
     if not folder.exists():
         return
-    known = {MANIFEST, POLICY, TOKENIZER}
-    if (folder / MANIFEST).is_file():
-        known |= {stage.file for stage in Manifest.load(folder).stages}
-    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in known):
+    names, known = (path.name for path in folder.iterdir()), (MANIFEST, POLICY, TOKENIZER)
+    if foreign := sorted(name for name in names if name not in known and not STAGE.fullmatch(name)):
         raise BadInput(f"{folder} holds {foreign[0]}, which would be lost: give a new folder")
 
 
@@ -148,9 +151,9 @@ def verified(folder: Path, file: str, expected: str) -> bytes:
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise BadFile(folder, f"its manifest names {file}, which is not there", "export the network again") from error
+        raise BadFile(folder, f"its manifest names {file}, which is not there", AGAIN) from error
     except OSError as error:
-        raise BadFile(path, f"it cannot be read ({error.strerror})", "export the network again") from error
+        raise BadFile(path, f"it cannot be read ({error.strerror})", AGAIN) from error
     if (found := checksum(content)) != expected:
         raise BadFile(
             path, f"it was changed or damaged (SHA-256 {found}, the manifest says {expected})", "export it again"
