@@ -16,6 +16,8 @@ from torch.utils.data import IterableDataset
 
 import alight
 from alight import calibrate, recordings
+from alight.cli.parser import COMMANDS as KNOWN
+from alight.cli.parser import SYNONYMS
 from alight.errors import AlightError
 
 OWN = (
@@ -164,6 +166,11 @@ INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",
     "fit model test.npz --speedup fast": "argument --speedup: 'fast': give a factor, as 2 or 2x",
     "fit model test.npz --max-accuracy-loss little": "argument --max-accuracy-loss: 'little': give a share, as 0.01 or",
+    "deploy model": "there is no command 'deploy': did you mean export? (see alight --help)",
+    "tune model": "there is no command 'tune': did you mean plan? (see alight --help)",
+    "compare-runtimes model": "there is no command 'compare-runtimes': did you mean bench? (see alight --help)",
+    "measure_costs model": "there is no command 'measure_costs': did you mean costs? (see alight --help)",
+    "export_model model": "there is no command 'export_model': did you mean export? (see alight --help)",
     "fitt model test.npz": "there is no command 'fitt': did you mean fit? (see alight --help)",
     "predict model policy.json test.npz -o a.xlsx": (
         "argument -o/--output: 'a.xlsx': answers are CSV or Parquet, so give .csv or .parquet (see alight predict"
@@ -511,3 +518,8 @@ def test_misspelt_names_are_answered_with_the_nearest(capsys, tmp_path, monkeypa
 
 def test_the_table_has_sixty_mistakes():
     assert len(COMMANDS) + len(INVALID) + len(CALLS) >= 60
+
+
+def test_every_other_word_for_a_command_names_one():
+    assert {*SYNONYMS.values()} <= {*KNOWN}
+    assert not {*SYNONYMS} & {*KNOWN}

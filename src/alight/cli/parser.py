@@ -45,6 +45,15 @@ GROUPS = {
     "deployment": deployment.COMMANDS,
     "your shell": (COMPLETION,),
 }
+SYNONYMS = {  # first words of functions, and of other tools: the command
+    **dict.fromkeys(("deploy", "quantize", "quantise", "convert"), "export"),
+    **dict.fromkeys(("compare", "time"), "bench"),
+    "tune": "plan",
+    "measure": "costs",
+    "infer": "predict",
+    "verify": "check",
+    "write": "report",
+}
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
@@ -83,8 +92,15 @@ class _Overview(Parser):
         if "required: COMMAND" in message:  # an empty command line
             self.exit(ExitStatus.INVALID_ARGUMENTS, self.format_help())
         name = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose", message)
-        near = difflib.get_close_matches(name[1], COMMANDS, n=1) if name else []
-        super().error(f"there is no command {name[1]!r}: did you mean {near[0]}?" if name and near else message)
+        near = _nearest(name[1]) if name else ""
+        super().error(f"there is no command {name[1]!r}: did you mean {near}?" if name and near else message)
+
+
+def _nearest(name: str) -> str:
+    """Return the command that does what a function or another word of this name does, or is spelt most like it."""
+    first = name.lower().replace("-", "_").partition("_")[0]
+    same = SYNONYMS.get(first) or (first if first in COMMANDS else "")
+    return same or next(iter(difflib.get_close_matches(name, COMMANDS, n=1)), "")
 
 
 def parser() -> argparse.ArgumentParser:
