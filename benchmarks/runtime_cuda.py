@@ -6,11 +6,12 @@
 Random weights; samples leave at random, in exactly the shares of the mix (uniform, or early: most leave early). All is
 timed interleaved, medians with quartiles over rounds, for the same images, which lie on the device:
 
-- `best_full` is the fastest full network of eager, graphs, compiled, and compiled with graphs; `speedup_over_best` is
-  its time over that of the predictor, which decides on the device or the host, whichever it found to be faster
-  (`decided`);
+- `best_full` is the fastest full network of eager, graphs, compiled, and compiled with graphs, and of four batches that
+  are branches of one graph, so that they run beside each other; `speedup_over_best` is its time over that of the
+  predictor, which decides on the device or the host, whichever it found to be faster (`decided`);
 - `possible` is the same ratio for stages alone: the replayed graph of every stage with its head and scores at the full
-  batch size, for the samples that reach it; `reached` is their time over the predictor's;
+  batch size, for the samples that reach it, one after the other; `reached` is their time over the predictor's, more
+  than 1 where batches that run beside each other save more than decisions cost;
 - `over_host` is the time of a predictor whose host decides (CUDA graphs of stages) over the predictor's.
 
 Batches of 1 are single images, each waited for: their latency, median and 99th percentile, and that of the fastest full
@@ -28,11 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 from runtime import ROOT, Row, clocked, device_parser, in_parts, network, parsed, policy_for, random_inputs, reaching
-from torch import nn
+from torch import Tensor, nn
 
 from alight.engine.backends import State
 from alight.engine.backends import torch as stages
-from alight.engine.backends.torch.prepare import compiled_stage, graphed, prepared
+from alight.engine.backends.torch.prepare import Captures, compiled_stage, graphed, prepared
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError
@@ -43,7 +44,34 @@ from alight.planning.timing import as_planned
 ROUNDS = 5
 IMAGES = {1: 64, 8: 2048, 32: 4096, 64: 4096, 128: 8192, 256: 8192, 1024: 8192, 2048: 16384}
 TOKENS = 64  # of a text
+LARGEST_BESIDE = 512  # samples of a batch: larger ones fill a GPU
 Work = Callable[[], object]
+
+
+class Beside:
+    """Batches that run beside each other, as branches of one CUDA graph."""
+
+    batches = 4
+
+    def __init__(self, run: Callable[..., Any], size: int) -> None:
+        self.run, self.size, self.captures = run, size, Captures(0, self.batches)
+        self.graph: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Return the logits of so many batches."""
+        if len(inputs[0]) != self.batches * self.size:
+            return self.run(*inputs)
+        if self.graph is None:
+            self.given = tuple(each.clone() for each in inputs)
+            parts = in_parts(self.given, self.size)
+            self.graph = self.captures.capture(partial(self._all, [partial(self.run, *part) for part in parts]))
+        for there, each in zip(self.given, inputs, strict=True):
+            there.copy_(each)
+        self.graph.replay()
+        return self.made.clone()
+
+    def _all(self, works: list[Callable[[], Any]]) -> None:
+        self.made = torch.cat(self.captures.beside(works))
 
 
 class Full:
@@ -62,7 +90,12 @@ class Full:
         plain = {"eager": self.forward} | ({"compiled": self._dynamic} if self.compiled else {})
         device = torch.device("cuda", 0)
         captured = graphed([*plain.values()], device, batch_size)
-        return plain | {f"{name} graphs".removeprefix("eager "): run for name, run in zip(plain, captured, strict=True)}
+        ways = plain | {f"{name} graphs".removeprefix("eager "): run for name, run in zip(plain, captured, strict=True)}
+        if 1 < batch_size <= LARGEST_BESIDE:
+            ways |= {
+                f"four {name} graphs".replace("eager ", ""): Beside(run, batch_size) for name, run in plain.items()
+            }
+        return ways
 
     def _dynamic(self, *batch: Any) -> Any:
         for each in batch:
@@ -70,6 +103,11 @@ class Full:
                 torch._dynamo.maybe_mark_dynamic(each, 0)
         assert self.compiled is not None
         return self.compiled(*batch)
+
+
+def parts_for(run: Callable[..., Any], inputs: State, batch_size: int) -> list[State]:
+    """Return inputs as a way of the full network takes them: a batch, or those that run beside each other."""
+    return in_parts(inputs, batch_size * getattr(run, "batches", 1))
 
 
 def passes(run: Callable[..., Any], parts: list[State]) -> Work:
@@ -146,9 +184,10 @@ def measure(options: Any, name: str, modes: list[str]) -> Iterator[Row]:
         if batch_size > options.largest.get(name, batch_size):
             continue
         inputs = random_inputs(example, IMAGES.get(batch_size, 8 * batch_size), settings)
-        parts, ways = in_parts(inputs, batch_size), full.ways(batch_size)
+        ways = full.ways(batch_size)
+        works = {way: passes(run, parts_for(run, inputs, batch_size)) for way, run in ways.items()}
         with torch.inference_mode():
-            taken = {way: min(clocked(passes(run, parts), "cuda") for _ in range(3)) for way, run in ways.items()}
+            taken = {way: min(clocked(work, "cuda") for _ in range(3)) for way, work in works.items()}
         best = min(taken, key=taken.__getitem__)
         for mode in modes:
             try:
@@ -177,7 +216,8 @@ def cases(
         samples = as_planned(policy, len(inputs[0]))
         pair = [each.with_policy(policy) for each in (ours, theirs)]
         exits = pair[0](inputs, samples).exits
-        works = [passes(best[1], parts), *(predicting(each, parts, inputs, samples) for each in pair)]
+        full = passes(best[1], parts_for(best[1], inputs, batch_size))
+        works = [full, *(predicting(each, parts, inputs, samples) for each in pair)]
         with torch.inference_mode():
             rounds = np.array([_round(works, turn) for turn in range(options.rounds + 1)])[1:]
             alone = stage_seconds(theirs)

@@ -298,12 +298,40 @@ def test_batches_run_in_groups_where_enough_wait_and_at_once_where_nothing_else_
     assert launched == [1, 1, 1, 1, 4, 4]  # the first alone, then up to where a group begins
 
 
+class Workspace(Joined):
+    """A stage that computes in memory of its own, which batches that run beside each other would share."""
+
+    def __init__(self):
+        super().__init__()
+        self.workspace = torch.zeros(64, 6)
+
+    def forward(self, features, signs):
+        made, signs = super().forward(features, signs)
+        return self.workspace[: len(made)].copy_(made).clone(), signs
+
+
+@interpreted
+@pytest.mark.parametrize(("second", "expected"), [(Joined, {0, 1, 2}), (Workspace, {0})])
+def test_stages_that_write_to_memory_of_their_own_do_not_run_beside_each_other(model, inputs, table, second, expected):
+    rule, found = rules(table)["threshold"], set()
+    changed = MultiExitModel([model.stages[0], second(), model.stages[2]], model.heads).eval()
+    network = network_of(changed, rule)._replace(modules=changed.stages)
+
+    def beside(works):
+        found.update(works[0].args[:1] if len(works) > 1 else ())
+        return [work() for work in works]
+
+    with torch.inference_mode():
+        StreamWalk(network, rule, (inputs[:1],), 2, EXECUTOR._replace(beside=beside))
+    assert found == expected
+
+
 class Interpreted(Deciding):
     """Decides on the host as on a device: the same walks, without one."""
 
     missing = missing_for_one = ""
 
-    def executor(self, alone):
+    def executor(self, lanes):
         return EXECUTOR, None
 
 

@@ -182,6 +182,32 @@ def test_two_predictors_and_two_threads_at_once(small, numbers, table):
             assert_replayed(each, rules(table)[name], table)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [4, 32])
+def test_batches_that_run_beside_each_other_share_no_memory(dtype, size):
+    torch.manual_seed(0)  # long sums of few rows are divided, and their parts lie in memory that torch keeps
+    stages = [nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)) for _ in range(3)]
+    model = MultiExitModel(stages, [nn.Linear(4096, 10) for _ in range(3)]).eval()
+    inputs, nobody = torch.randn(64 * size, 4096), Threshold((np.inf,) * 2, costs=(1.0, 2.0, 3.0))
+    settings = [replace(each, dtype=dtype) for each in (DEVICE, DEVICE, HOST)]
+    *ours, host = (Predictor(model, nobody, settings=each, batch_size=size, probabilities=True) for each in settings)
+    expected, results = host(inputs).probabilities, ([], [])
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                results[index].append(ours[index](inputs, samples=np.arange(len(inputs))).probabilities)
+
+    threads = [Thread(target=work, args=[index]) for index in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [len(each) for each in results] == [10, 10]
+    for found in itertools.chain(*results):
+        np.testing.assert_allclose(found, expected, atol=1e-4 if dtype == "fp32" else 2e-2)
+
+
 class Waits(nn.Module):
     """Looks at its numbers on the host, which no graph can."""
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
     skip_without_loops()
-    assert "95 passed, 9 skipped" in passed_in_a_process_of_their_own(__file__)
+    assert "95 passed, 10 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted
@@ -177,8 +177,9 @@ def test_one_kernel_decides_about_ties_as_numpy_does_to_the_bit(threshold, share
     nothing, count = torch.zeros(1, dtype=torch.int64), torch.tensor([size])
     tied, rules, rows = torch.tensor(ties, dtype=torch.float64), torch.tensor(rule), torch.zeros(size, 1)
     settle_rows[(size, 1)](
-        *(packed, 3, 3, numbers, packed, tied, rules, count, size, 0, nothing, nothing, after, seen, here, size),
-        *(moved, size, rows, rows.clone(), 1, rows, rows, 0, rows, rows, 0),
+        *(*[packed] * 4, 3, 3, numbers, packed, tied, rules, count, size, 0, nothing, nothing, after, seen, here, size),
+        *(moved, size, *[rows] * 4, rows.clone(), 1, *[rows] * 5, 0, *[rows] * 5, 0),
+        BATCHES=1,
         TENSORS=1,
         FIRST=True,
         LAST=False,
@@ -194,12 +195,13 @@ def test_one_kernel_decides_about_ties_as_numpy_does_to_the_bit(threshold, share
 
 
 PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
-POINTERS = """samples decided rules waiting answered arrived after seen answers next_samples source target source_2
-target_2""".split()
-SETTLE = {"packed": "*fp64", "tied": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
+POINTERS = """samples decided rules waiting answered arrived after seen answers next_samples source source_b source_c
+source_d target source_2 source_2b source_2c source_2d target_2""".split()
+SETTLE = dict.fromkeys("packed packed_b packed_c packed_d tied".split(), "*fp64") | dict.fromkeys(POINTERS, "*i64")
 SETTLE |= dict.fromkeys("width probability size stage ring next_ring words words_2 words_3".split(), "i32")
-SETTLE |= {"source_3": "*i8", "target_3": "*i8"}
-DECIDES = {"LAST": False, "DECIDED": False}
+SETTLE |= dict.fromkeys("source_3 source_3b source_3c source_3d target_3".split(), "*i8")
+SETTLED = {"BATCHES": 1, "TENSORS": 3, "FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True}
+SETTLED |= {"ROWS": 64, "BLOCK": 8}
 COMBINE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64")
 COMBINE |= dict.fromkeys("width first ranks count".split(), "i32")
 SCORE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64") | {"width": "i32", "earlier": "i32"}
@@ -211,10 +213,8 @@ ON_A_GPU = {
     "pack_logits": (PACK, {"SCORE": 1, "MARGIN": True, "PROBABILITY": 1, "RANKS": 5, "BLOCK": 128}),
     "score_rows, one column": (SCORE, {"COLUMNS": 1, "KNOTS": 0, "BLOCK": 2}),
     "score_rows, all columns": (SCORE, {"COLUMNS": 4, "KNOTS": 5, "BLOCK": 32}),
-    "settle_rows": (
-        SETTLE,
-        {"TENSORS": 3, "FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
-    ),
+    "settle_rows": (SETTLE, SETTLED),
+    "settle_rows, batches beside each other": (SETTLE, SETTLED | {"BATCHES": 4, "ROWS": 256}),
 }
 
 

@@ -73,9 +73,10 @@ def stage_seconds(predictor: Predictor, state: State) -> Floats:
     decided = deciding.replays(len(state[0])) if deciding else nullcontext([])
     with backend.running(), decided as replays:
         for stage in range(len(predictor.policy.open_exits)):
-            again = partial(_again, replays[stage] if replays else partial(backend.run, stage, state))
+            run, batches = replays[stage] if replays else (partial(backend.run, stage, state), 1)
+            again = partial(_again, run)
             count = max(3, int(SHORT / max(_clocked(partial(again, 1)), 1e-6)))
-            found.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / count)
+            found.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / (count * batches))
             if not replays:
                 _, state = backend.run(stage, state)
     return np.array(found)

@@ -28,8 +28,9 @@ from alight.engine.backends.torch.device_walk import (
     laid_out,
     on,
     same_rule,
+    slots_and_group,
 )
-from alight.engine.backends.torch.prepare import SHAPES, Addresses, capture, stream_for
+from alight.engine.backends.torch.prepare import SHAPES, Addresses, Captures, stream_for
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
 
@@ -54,7 +55,8 @@ class Deciding:
         decide: str,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.network, self.device, self.decide, self.modules = Network(stages, reads, admit), device, decide, modules
+        self.network, self.device = Network(stages, reads, admit, modules), device
+        self.decide, self.modules = decide, modules
         self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
         self.addresses: dict[Any, Addresses] = {}  # of the weights that each has captured
         self.reasons: dict[Any, str] = {}  # who decides, and why
@@ -129,8 +131,11 @@ class Deciding:
         return host(iter([batch])) if answers is None else iter([answers])
 
     @contextmanager
-    def replays(self, size: int) -> Iterator[list[Callable[[], None]]]:
-        """Give what replays each stage for batches of a size, decisions included; nothing where no walk is free."""
+    def replays(self, size: int) -> Iterator[list[tuple[Callable[[], None], int]]]:
+        """Give what replays each stage for some batches of a size, decisions included, and for how many.
+
+        Nothing where no walk is free.
+        """
         with self.lock:
             streams = {kind: walk for kind, walk in self.walks.items() if isinstance(walk, StreamWalk)}
             free = [kind for kind, walk in streams.items() if walk.size == size and kind not in self.busy][:1]
@@ -138,7 +143,12 @@ class Deciding:
         try:
             for kind in free:
                 streams[kind].limit.zero_()  # no row is of a sample
-            yield [streams[kind].graphs[stage, size, 0].replay for kind in free for stage in range(len(self.modules))]
+            yield [
+                (streams[kind].graphs[stage, size * group, 0].replay, group)
+                for kind in free
+                for group in [streams[kind].group]
+                for stage in range(len(self.modules))
+            ]
         finally:
             self.busy.difference_update(free)
 
@@ -225,8 +235,8 @@ class Deciding:
             )
             return None
         size, alone, *_ = kind
-        executor, uploading = self.executor(alone)
         try:
+            executor, uploading = self.executor(0 if alone else slots_and_group(size)[1])
             given = (self.network, policy, batches[0][1], size, executor)
             walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
             ours = _shortest(partial(_run, walk, batches))
@@ -253,13 +263,12 @@ class Deciding:
         )
         return walk if ours < theirs else None
 
-    def executor(self, alone: bool) -> tuple[Executor, Any]:
-        """Return what captures and runs a walk, in memory of its own, and the stream for copies to the device."""
+    def executor(self, lanes: int) -> tuple[Executor, Any]:
+        """Return what captures and runs a walk, for so many batches beside each other, and the stream for copies."""
         device = torch.cuda.current_device()
-        side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        # of its own, for torch may free what matrix products need with any graph that was captured in the same stream
-        captured = partial(capture, pool=torch.cuda.graph_pool_handle(), keep=alone, side=side)
-        return Executor(captured, conditional.Executable), stream_for("copies", device)
+        captures = Captures(device, lanes)
+        captured = partial(captures.capture, keep=not lanes)  # for one batch alone, as a part of another graph
+        return Executor(captured, conditional.Executable, captures.beside), stream_for("copies", device)
 
 
 def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alight.engine.backends import Integers, Reads, State
@@ -30,8 +30,8 @@ from alight.policies.combinations import Gain, GeometricMean, Vote
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
-SLOTS, SAMPLES = 16, 1024  # batches that a room holds; fewer of large ones, but three at least
-GROUP = 4  # batches of a stage that one graph runs, one after the other: short ones take less time than a launch
+SLOTS, SAMPLES = 16, 1536  # batches that a room holds; fewer of large ones, but three at least
+GROUP = 4  # batches of a stage that one graph runs beside each other, and a kernel decides about at once
 IN_FLIGHT = 3  # graphs launched before the host waits for the first of them
 UNREAD = 8  # batches of answers of one exit after which the host takes them
 SIZES = 4  # captured of each stage: a batch, a half, a quarter, an eighth
@@ -67,11 +67,17 @@ def _is_by_kernel(policy: Policy) -> bool:
     return type(policy) in BY_KERNEL and combined_by_kernel
 
 
+def in_turn(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do each of some works, and return what they made."""
+    return [work() for work in works]
+
+
 class Executor(NamedTuple):
     """How captured work runs: `capture` makes a graph of it, `compile` what launches a program of such graphs."""
 
     capture: Callable[[Callable[[], None]], Any]
     compile: Callable[[Program, Mapping[Any, Any], Tensor], Any]  # has `launch`, `wait`, `finish`
+    beside: Callable[[Sequence[Callable[[], Any]]], list[Any]] = in_turn  # does works that need not wait for each other
 
 
 class Network(NamedTuple):
@@ -80,6 +86,7 @@ class Network(NamedTuple):
     stages: Sequence[Stage]
     reads: Sequence[Reads]  # of each stage
     admit: Callable[[State], State]
+    modules: Sequence[nn.Module] = ()  # that the stages run
 
 
 class Room(NamedTuple):
@@ -150,31 +157,44 @@ class DeviceWalk:
         count = self.capacity
         self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
 
-    def _capture(self, executor: Executor, stage: int, size: int, slot: int, *counts: Counts) -> None:
-        """Capture a stage for successive batches of its room: it decides, answers, and moves survivors on."""
+    def _capture(self, executor: Executor, stage: int, size: int, slot: int, counts: Counts, batches: int = 1) -> None:
+        """Capture a stage for successive batches of its room: they run, and it decides, answers and moves survivors on.
+
+        Several batches run beside each other, for a few samples leave most of a device idle.
+        """
         try:
-            graph = executor.capture(partial(self._steps, stage, size, slot, counts))
-            self.graphs[stage, size * len(counts), slot] = graph
+            graph = executor.capture(partial(self._step, executor.beside, stage, size, slot, counts, batches))
+            self.graphs[stage, size * batches, slot] = graph
         except RuntimeError as error:
             raise AlightError(
                 f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
             ) from error
 
-    def _steps(self, stage: int, size: int, slot: int, counts: Sequence[Counts]) -> None:
-        for index, each in enumerate(counts):
-            self._step(stage, size, slot + index, each)
-
-    def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
-        batch = slice(slot * self.size, slot * self.size + size)
-        state, packed, decided, memory, _ = self._ran(stage, batch)
+    def _step(
+        self,
+        beside: Callable[[Sequence[Callable[[], Any]]], list[Any]],
+        stage: int,
+        size: int,
+        slot: int,
+        counts: Counts,
+        batches: int,
+    ) -> None:
+        starts = [index * self.size for index in range(slot, slot + batches)]
+        made = beside([partial(self._ran, stage, slice(start, start + size)) for start in starts])
+        states, packed, decided, memories, _ = zip(*made, strict=True)
         following = self.rooms[min(stage + 1, self.last)]
-        moved: list[tuple[Tensor, Tensor]] = []
-        if stage < self.last and self.capacity == 1:
-            self.rooms[stage + 1] = following._replace(state=state, memory=memory)  # where one sample lies already
+        moved: list[tuple[Any, Tensor]] = []  # tensors of every batch, and where their rows go
+        if stage < self.last and self.capacity == 1:  # where one sample lies already
+            self.rooms[stage + 1] = following._replace(state=states[0], memory=memories[0])
         elif stage < self.last:
-            moved = [*zip((*state, *memory), following.state + following.memory, strict=True)]
+            parts = [(*state, *memory) for state, memory in zip(states, memories, strict=True)]
+            moved = [*zip(zip(*parts, strict=True), following.state + following.memory, strict=True)]
+        elsewhere = None if decided[0] is None else torch.cat(decided)
+        rows_of_samples = slice(starts[0], starts[0] + batches * size)
         for start in range(0, max(1, len(moved)), MOVED):
-            self._settle(stage, batch, packed, decided, counts, moved[start : start + MOVED], first=start == 0)
+            self._settle(
+                stage, rows_of_samples, packed, elsewhere, counts, moved[start : start + MOVED], first=start == 0
+            )
 
     def _ran(self, stage: int, batch: slice) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
         """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
@@ -245,26 +265,28 @@ class DeviceWalk:
     def _settle(
         self,
         stage: int,
-        batch: slice,
-        packed: Tensor,
+        ran: slice,
+        packed: Sequence[Tensor],
         decided: Tensor | None,
         counts: Counts,
-        pairs: Sequence[tuple[Tensor, Tensor]],
+        moved: Sequence[tuple[Sequence[Tensor], Tensor]],
         *,
         first: bool,
     ) -> None:
-        """Launch the kernel that decides and moves a few tensors."""
-        flat = [rows.words(*rows.laid_out_alike(*pair)) for pair in pairs]
-        moved = [(source, target, source.shape[1]) for source, target in flat] + [(packed, packed, 0)] * MOVED
-        size, answers = len(packed), self.answers[stage % len(self.answers)]
-        parts = min(max(1, PROGRAMS // size), max(1, *(-(-words // MOVE) for *_, words in moved)))
-        kernels: Any = rows.kernels(packed.device.type)
-        kernels.settle_rows[(size, parts)](
-            packed,
-            packed.shape[1],
+        """Launch the kernel that decides about the rows that ran, batch by batch, and moves a few tensors."""
+        flat = [rows.words(*rows.laid_out_like(target, made), target) for made, target in moved]
+        places: list[tuple[Any, ...]] = [(*_four(made), target, target.shape[1]) for *made, target in flat]
+        places += [(*_four(packed), packed[0], 0)] * (MOVED - len(flat))
+        (size, width), answers, batches = packed[0].shape, self.answers[stage % len(self.answers)], len(packed)
+        count = batches * size
+        parts = min(max(1, PROGRAMS // count), max(1, *(-(-words // MOVE) for *_, words in places)))
+        kernels: Any = rows.kernels(packed[0].device.type)
+        kernels.settle_rows[(count, parts)](
+            *_four(packed),
+            width,
             2 + len(self.reads[stage].columns),
-            self.rooms[stage].samples[batch],
-            packed if decided is None else decided,
+            self.rooms[stage].samples[ran],
+            packed[0] if decided is None else decided,
             self.ties[stage],
             self.rules[stage],
             counts.waiting,
@@ -278,13 +300,14 @@ class DeviceWalk:
             len(answers),
             self.rooms[min(stage + 1, self.last)].samples,
             self.capacity,
-            *chain.from_iterable(moved[:MOVED]),
+            *chain.from_iterable(places),
+            BATCHES=batches,
             TENSORS=len(flat),
             FIRST=first,
             LAST=stage == self.last,
             DECIDED=decided is not None,
             PROBABILITY=self.reads[-1].probability,
-            ROWS=1 << (size - 1).bit_length(),
+            ROWS=1 << (count - 1).bit_length(),
             BLOCK=MOVE,
             num_warps=WARPS,
         )
@@ -364,10 +387,10 @@ class BatchWalk(DeviceWalk):
                 " was"
             )
 
-    def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
+    def _step(self, beside: Any, stage: int, *given: Any) -> None:
         if stage == 0:
             self._enter()
-        super()._step(stage, size, slot, counts)
+        super()._step(beside, stage, *given)
 
     def _enter(self) -> None:
         """Launch the kernels that copy inputs, counts and sample numbers: quicker in the graph than before it."""
@@ -406,28 +429,25 @@ class StreamWalk(DeviceWalk):
         executor: Executor,
         uploading: Any = None,
     ) -> None:
-        slots = min(SLOTS, max(3, SAMPLES // size))
-        self.group = min(GROUP, 1 << (slots // 3).bit_length() - 1)  # so that others may wait while some are in flight
-        self.slots = slots - slots % self.group
+        self.slots, self.group = slots_and_group(size)
         super().__init__(network, policy, example, size, self.slots * size)
         self.uploading, stages = uploading, self.last + 1
         self.limit = self.integers(1)  # rows of a batch that are of samples
         counts, seen = self.integers(stages, self.slots, 2), self.pinned(stages, self.slots, 2)
         self.counts, self.seen = counts, seen.numpy()
         self.answers = self.pinned(stages, (UNREAD + IN_FLIGHT * self.group) * size, 4)
+        before_runs = _versions(network.modules)
         for stage in range(stages):
             if stage < self.last:
                 self._add_room(stage)
-            own = []
-            for slot in range(self.slots):
-                before = counts[stage, slot - 1]  # of the batch before
-                own.append(Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot]))
-            for slot, each in enumerate(own):
-                self._capture(executor, stage, size, slot, each)
-            for each_size in self.sizes[1:]:
-                self._capture(executor, stage, each_size, 0, own[0])
-            for slot in range(0, self.slots, self.group) if self.group > 1 else ():
-                self._capture(executor, stage, size, slot, *own[slot : slot + self.group])
+            for count in dict.fromkeys([1, self.group]):
+                if _versions(network.modules) != before_runs:  # batches beside each other would share what it writes
+                    executor = executor._replace(beside=in_turn)
+                for slot in range(0, self.slots, count):
+                    before, last = counts[stage, slot - 1], slot + count - 1  # counts of the batch before, and the slot
+                    own = Counts(self.limit, before[0], before[1], counts[stage, last], seen[stage, last])
+                    for each_size in self.sizes if last == 0 else [size]:
+                        self._capture(executor, stage, each_size, slot, own, count)
         event: Callable[[], Any] = torch.cuda.Event
         self.events, self.emptied = ([event() for _ in range(count)] for count in (IN_FLIGHT, self.slots))
         self.launches = 0
@@ -629,10 +649,35 @@ class StreamWalk(DeviceWalk):
         return self._answers(np.concatenate(found))
 
 
+def slots_and_group(size: int) -> tuple[int, int]:
+    """Return how many batches of a size a room holds, and how many run beside each other: others wait or are in flight.
+
+    >>> slots_and_group(32), slots_and_group(256), slots_and_group(1024)
+    ((16, 4), (6, 2), (3, 1))
+    """
+    slots = min(SLOTS, max(3, SAMPLES // size))
+    group = min(GROUP, 1 << (slots // 3).bit_length() - 1)
+    return slots - slots % group, group
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which streams, graphs and kernels are of this device; quick where they are."""
     is_other = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
     return torch.cuda.device(device) if is_other else nullcontext()
+
+
+def _four(each: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return what there is of each batch, for a kernel that takes four."""
+    return (*each, *[each[0]] * (GROUP - len(each)))
+
+
+def _versions(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return how often each tensor of modules was written to; those of inference mode do not count, and differ."""
+    parts = [part for module in modules for part in module.modules()]
+    own = chain.from_iterable(
+        (*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in parts
+    )
+    return [object() if each.is_inference() else each._version for each in own if isinstance(each, Tensor)]
 
 
 def laid_out(inputs: State) -> tuple[Any, ...]:

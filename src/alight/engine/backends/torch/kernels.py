@@ -244,6 +244,18 @@ def move_row(source, target, words, row, place, part, BLOCK: tl.constexpr):  # t
         tl.store(target + place * words + places, numbers, mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def of_batch(batch, first, second, third, fourth, BATCHES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Return where a batch lies."""
+    place = first
+    if BATCHES > 1:
+        place = tl.where(batch == 1, second, place)
+    if BATCHES > 2:
+        place = tl.where(batch == 2, third, place)
+        place = tl.where(batch == 3, fourth, place)
+    return place
+
+
 # numbers and pointers for which Triton need not compile a variant of the kernel each, as for 1 and multiples of 16
 PLAIN = """width probability samples decided tied rules waiting size stage answered arrived after seen answers ring
 next_samples next_ring words_2 words_3""".split()
@@ -251,15 +263,18 @@ next_samples next_ring words_2 words_3""".split()
 
 @triton.jit(do_not_specialize=PLAIN)  # type: ignore[untyped-decorator]
 def settle_rows(  # type: ignore[no-untyped-def]
-    packed,  # head values of the rows that ran: class, largest logit, score, ...
+    packed,  # head values of the rows that ran: class, largest logit, score, ...; of each batch
+    packed_b,
+    packed_c,
+    packed_d,
     width,  # of a row of them
     probability,  # its column
     samples,  # their numbers
     decided,  # whether each leaves, and its class, where another rule decides
     tied,  # the lowest and the highest score that is tied with the threshold of the stage
     rules,
-    waiting,  # how many rows are of samples
-    size,  # rows that ran
+    waiting,  # how many rows of a batch are of samples
+    size,  # rows of a batch
     stage,
     answered,  # how many were answered before
     arrived,  # how many had arrived in the next room before
@@ -269,21 +284,31 @@ def settle_rows(  # type: ignore[no-untyped-def]
     ring,
     next_samples,  # numbers in the next room, a ring too
     next_ring,
-    source,  # a tensor of what the stage made, and the next room for its rows
+    source,  # a tensor of what the stage made of each batch, and the next room for its rows
+    source_b,
+    source_c,
+    source_d,
     target,
     words,
     source_2,
+    source_2b,
+    source_2c,
+    source_2d,
     target_2,
     words_2,
     source_3,
+    source_3b,
+    source_3c,
+    source_3d,
     target_3,
     words_3,
+    BATCHES: tl.constexpr,  # that ran beside each other: 1, 2 or 4  # noqa: N803
     TENSORS: tl.constexpr,  # that are moved  # noqa: N803
     FIRST: tl.constexpr,  # the launch that also writes answers, sample numbers and counts  # noqa: N803
     LAST: tl.constexpr,  # takes every sample  # noqa: N803
     DECIDED: tl.constexpr,  # noqa: N803
     PROBABILITY: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # a power of two, not below size  # noqa: N803
+    ROWS: tl.constexpr,  # a power of two, not below all rows  # noqa: N803
     BLOCK: tl.constexpr,  # words that are moved at a time  # noqa: N803
 ):
     """Decide who leaves a stage, write their answers, and move the others to the end of the next room.
@@ -295,15 +320,19 @@ def settle_rows(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, ROWS)
-    valid = (rows < size) & (rows < tl.load(waiting))
-    largest = tl.load(packed + rows * width + 1, mask=valid, other=0.0)
+    batch, batches = row // size, rows // size
+    own, each = row - batch * size, rows - batches * size  # rows of their batches
+    values = of_batch(batches, packed, packed_b, packed_c, packed_d, BATCHES) + each * width
+    own_values = of_batch(batch, packed, packed_b, packed_c, packed_d, BATCHES) + own * width
+    valid = (rows < BATCHES * size) & (each < tl.load(waiting))
+    largest = tl.load(values + 1, mask=valid, other=0.0)
     usable = tl.abs(largest) < float("inf")  # neither infinite nor NaN
     if LAST:
         leaves = valid
     elif DECIDED:
         leaves = valid & (tl.load(decided + 2 * rows, mask=valid, other=0) != 0)
     else:
-        score = tl.load(packed + rows * width + 2, mask=valid, other=0.0)
+        score = tl.load(values + 2, mask=valid, other=0.0)
         ties = (score >= tl.load(tied)) | (tl.load(rules + 3) != 0)  # or the hash decides alone
         drawn = hash_below(tl.load(samples + rows, mask=valid, other=0), rules)
         leaves = valid & ((score > tl.load(tied + 1)) | (ties & drawn))
@@ -312,11 +341,14 @@ def settle_rows(  # type: ignore[no-untyped-def]
     here = rows == row
     if tl.sum((stays & here).to(tl.int32), 0) > 0:
         place = (tl.load(arrived) + tl.sum((stays & (rows < row)).to(tl.int64), 0)) % next_ring
-        move_row(source, target, words, row, place, part, BLOCK)
+        made = of_batch(batch, source, source_b, source_c, source_d, BATCHES)
+        move_row(made, target, words, own, place, part, BLOCK)
         if TENSORS > 1:
-            move_row(source_2, target_2, words_2, row, place, part, BLOCK)
+            made_2 = of_batch(batch, source_2, source_2b, source_2c, source_2d, BATCHES)
+            move_row(made_2, target_2, words_2, own, place, part, BLOCK)
         if TENSORS > 2:
-            move_row(source_3, target_3, words_3, row, place, part, BLOCK)
+            made_3 = of_batch(batch, source_3, source_3b, source_3c, source_3d, BATCHES)
+            move_row(made_3, target_3, words_3, own, place, part, BLOCK)
         if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
             if part == 0:
                 tl.store(next_samples + place, tl.load(samples + row))
@@ -329,11 +361,11 @@ def settle_rows(  # type: ignore[no-untyped-def]
                 if DECIDED:
                     tl.store(there + 1, tl.load(decided + 2 * row + 1), cache_modifier=".wt")
                 else:
-                    tl.store(there + 1, tl.load(packed + row * width).to(tl.int64), cache_modifier=".wt")
+                    tl.store(there + 1, tl.load(own_values).to(tl.int64), cache_modifier=".wt")
                 fine = tl.sum((usable & here).to(tl.int32), 0) > 0
                 tl.store(there + 2, tl.where(fine, stage, -1 - stage).to(tl.int64), cache_modifier=".wt")
                 if PROBABILITY:
-                    bits = tl.load(packed + row * width + probability).to(tl.int64, bitcast=True)
+                    bits = tl.load(own_values + probability).to(tl.int64, bitcast=True)
                     tl.store(there + 3, bits, cache_modifier=".wt")
             if row == 0:
                 left = tl.load(answered) + tl.sum(leaves.to(tl.int64), 0)

@@ -1,6 +1,7 @@
 """Rows of tensors, one per sample, taken and moved as raw memory whatever their layout."""
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -78,9 +79,9 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if is_last and not tensor.is_contiguous() else torch.contiguous_format
 
 
-def laid_out_alike(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both, the source in the memory layout of the target."""
-    return source.contiguous(memory_format=layout_of(target)), target
+def laid_out_like(target: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in the memory layout of another."""
+    return [each.contiguous(memory_format=layout_of(target)) for each in sources]
 
 
 def words(*tensors: Tensor) -> list[Tensor]:
