@@ -225,6 +225,7 @@ class Sizes:
 # nine minutes on an H200, five trainings at a time.
 SHORT = {
     "resnet18_plain": Sizes(epochs=50),
+    "resnet10_plain": Sizes(epochs=50),
     "resnet18_frozen": Sizes(epochs=15),
     "resnet18_frozen_separable": Sizes(epochs=15),
     "resnet18_mixed_distilled": Sizes(epochs=25),

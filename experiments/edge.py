@@ -19,7 +19,8 @@ STATE are timed with random ones, and their accuracy is that of results/cifar100
 resnet18_plain there is no cascade, and no full network in PyTorch.
 
 `imagenet` prepares three EfficientNet-lite networks (see imagenet_networks.py) alone, and a cascade of the smallest
-and the largest that spends 70 % of the time of the latter, from images of 256 pixels to answers.
+and the largest that spends 70 % of the time of the latter, from images of 256 pixels to answers; in bf16, too, on a
+processor that has it.
 """
 
 import argparse
@@ -47,6 +48,7 @@ LATENCIES, PART, TURN = 400, 100, 20  # single images, in parts, and how many of
 ROUNDS = 4  # in which all images are run in batches
 LOSSES = (0.025,)
 SPENT = 0.7  # of the time of the large network, by a cascade for ImageNet
+TORCH = "PyTorch compiled"
 EQUAL = 0.005  # accuracy by which a full network may be below a contender and count as equally accurate
 Row = dict[str, str | float | int]
 Contenders = dict[str, dict[str, Any]]
@@ -271,7 +273,7 @@ def cascade_of_two(made: Preparation, data: Any) -> None:
 
 
 def imagenet(options: argparse.Namespace) -> None:
-    """Prepare networks for ImageNet, each alone and as a cascade, by both runtimes in float32 and int8."""
+    """Prepare networks for ImageNet, each alone and as a cascade, by every runtime in float32 and lower precision."""
     from edge_worker import chain
     from imagenet_networks import LITE, SIZES, load_images
     from imagenet_record import SEEN, USUAL, exported
@@ -294,11 +296,11 @@ def imagenet(options: argparse.Namespace) -> None:
         resized = np.stack([np.asarray(each.resize(size, Image.Resampling.BICUBIC, whole)) for each in pictures])
         return (resized.transpose(0, 3, 1, 2) / np.float32(255) - np.float32(LITE.mean[0])) / np.float32(LITE.std[0])
 
-    for runtime, precision in itertools.product(("onnxruntime", "openvino"), ("float32", "int8")):
-        folders = [exported(options.state, name) for name in SIZES]
-        for index, name in enumerate(SIZES if precision == "int8" else ()):
+    for runtime, precision in precisions():
+        folders = [options.state if runtime == TORCH else exported(options.state, name) for name in SIZES]
+        for index, name in enumerate(SIZES if runtime != TORCH and precision != "float32" else ()):
             write = partial(lower, folders[index], precision=precision, samples=[(seen(name),)], runtime=runtime)
-            folders[index] = made.folder(f"{name}_{runtime}", write)
+            folders[index] = made.folder(f"{name}_{runtime}_{precision}", write)
         about: dict[str, Any] = {"kind": "cascade", "members": dict(zip(SIZES, map(str, folders), strict=True))}
         about |= {"runtime": runtime, "weights": precision}
 
@@ -320,7 +322,17 @@ def imagenet(options: argparse.Namespace) -> None:
             terms = {"num_exits": len(SIZES), "exits": model.exits, "full_cost": alone[-1]}
             return policy("cascade", fitted.renumbered(opened, **terms), about)
 
-        made.add(f"cascade of lite0 and lite2, {runtime} {precision}", of_two, **about)
+        if runtime != TORCH:  # each of its networks is slower than the cascades of the others
+            made.add(f"cascade of lite0 and lite2, {runtime} {precision}", of_two, **about)
+
+
+def precisions() -> list[tuple[str, str]]:
+    """Return runtimes and the precisions of each that are fast on this processor."""
+    import openvino  # type: ignore[import-untyped]
+
+    made = [*itertools.product(("onnxruntime", "openvino"), ("float32", "int8")), (TORCH, "float32")]
+    has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return made + [(runtime, "bfloat16") for runtime in ("openvino", TORCH) if has_bf16]
 
 
 def torch_contender(about: dict[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

@@ -105,11 +105,19 @@ def chain(about: dict[str, Any], threads: int) -> Any:
 
     from alight import Member, RunSettings, cascade
 
-    terms: dict[str, Any] = {"bicubic": True, "settings": RunSettings(threads=threads, runtime=about["runtime"])}
-    members = about["members"].items()
-    return cascade(
-        [Member(Path(place), name, crop=SEEN.get(name, USUAL), **terms) for name, place in members], image_size=256
-    )
+    members = []
+    for name, place in about["members"].items():
+        terms: dict[str, Any] = {"crop": SEEN.get(name, USUAL), "bicubic": True}
+        if about["runtime"] == "PyTorch compiled":
+            from imagenet_networks import LITE, SIZES, efficientnet_lite
+
+            settings = RunSettings(threads=threads, dtype=about["weights"], channels_last=True, compile=True)
+            terms |= {"settings": settings, "normalisation": LITE, "image_size": SIZES[name]}
+            members.append(Member(efficientnet_lite(Path(place), name), name, **terms))
+        else:
+            settings = RunSettings(threads=threads, runtime=about["runtime"])
+            members.append(Member(Path(place), name, settings=settings, **terms))
+    return cascade(members, image_size=256)
 
 
 def cascade_of_networks(about: dict[str, Any], threads: int) -> tuple[Labels, Labels]:

@@ -8,7 +8,7 @@ cifar100_train.py). `resnet50` was trained on ImageNet (see imagenet_networks.py
 CIFAR-100 at 224 px together with its exits. Policies are calibrated on 2,000 test images and everything is measured on
 the others: accuracy, the share of images whose exit and class are those of a replay of the recording in the same
 precision, throughput in batches, and latency of single images, all interleaved, medians with the lowest and highest of
-the rounds. The full network is the fastest of eager, CUDA graphs, compiled, and compiled with graphs. Writes
+the rounds. The full network is the fastest of the ways in benchmarks/runtime_cuda.py. Writes
 results/instead_cuda.csv.
 """
 
@@ -26,8 +26,8 @@ import torch
 from cifar100_data import Batches, Pictures
 from cifar100_train import CLASSES
 from imagenet_networks import CAFFE, resnet50
-from runtime import clocked, in_parts
-from runtime_cuda import Full, compile_always, compiled_once
+from runtime import clocked
+from runtime_cuda import Full, compile_always, compiled_once, parts_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -179,7 +179,7 @@ def fastest(full: Any, images: Images, batch_size: int, count: int) -> Any:
 
 def classes(run: Callable[..., Any], batch_size: int, images: Tensor) -> np.ndarray:
     """Return the classes by a full network; a single image's is waited for, those of batches once."""
-    found = [run(*part).argmax(-1) for part in in_parts((images,), batch_size)]
+    found = [run(*part).argmax(-1) for part in parts_for(run, (images,), batch_size)]
     answers: np.ndarray = torch.cat(found).cpu().numpy()
     return answers
 
