@@ -7,11 +7,11 @@ Random weights; samples leave at random, in exactly the shares of the mix (unifo
 timed interleaved, medians with quartiles over rounds, for the same images, which lie on the device:
 
 - `best_full` is the fastest full network of eager, graphs, compiled, and compiled with graphs, and of four batches that
-  are branches of one graph, so that they run beside each other; `speedup_over_best` is its time over that of the
+  are branches of one graph, so that they run concurrently; `speedup_over_best` is its time over that of the
   predictor, which decides on the device or the host, whichever it found to be faster (`decided`);
 - `possible` is the same ratio for stages alone: the replayed graph of every stage with its head and scores at the full
   batch size, for the samples that reach it, one after the other; `reached` is their time over the predictor's, more
-  than 1 where batches that run beside each other save more than decisions cost;
+  than 1 where concurrent batches save more than decisions cost;
 - `over_host` is the time of a predictor whose host decides (CUDA graphs of stages) over the predictor's.
 
 Batches of 1 are single images, each waited for: their latency, median and 99th percentile, and that of the fastest full
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from alight.engine.backends import State
 from alight.engine.backends import torch as stages
-from alight.engine.backends.torch.prepare import Captures, compiled_stage, graphed, prepared
+from alight.engine.backends.torch.captures import Captures
+from alight.engine.backends.torch.prepare import compiled_stage, graphed, prepared
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError
@@ -44,12 +45,12 @@ from alight.planning.timing import as_planned
 ROUNDS = 5
 IMAGES = {1: 64, 8: 2048, 32: 4096, 64: 4096, 128: 8192, 256: 8192, 1024: 8192, 2048: 16384}
 TOKENS = 64  # of a text
-LARGEST_BESIDE = 512  # samples of a batch: larger ones fill a GPU
+LARGEST_CONCURRENT = 512  # samples of a batch: larger ones fill a GPU
 Work = Callable[[], object]
 
 
-class Beside:
-    """Batches that run beside each other, as branches of one CUDA graph."""
+class Concurrent:
+    """Batches that run concurrently, as branches of one CUDA graph."""
 
     batches = 4
 
@@ -71,7 +72,7 @@ class Beside:
         return self.made.clone()
 
     def _all(self, works: list[Callable[[], Any]]) -> None:
-        self.made = torch.cat(self.captures.beside(works))
+        self.made = torch.cat(self.captures.run_concurrently(works))
 
 
 class Full:
@@ -91,9 +92,9 @@ class Full:
         device = torch.device("cuda", 0)
         captured = graphed([*plain.values()], device, batch_size)
         ways = plain | {f"{name} graphs".removeprefix("eager "): run for name, run in zip(plain, captured, strict=True)}
-        if 1 < batch_size <= LARGEST_BESIDE:
+        if 1 < batch_size <= LARGEST_CONCURRENT:
             ways |= {
-                f"four {name} graphs".replace("eager ", ""): Beside(run, batch_size) for name, run in plain.items()
+                f"four {name} graphs".replace("eager ", ""): Concurrent(run, batch_size) for name, run in plain.items()
             }
         return ways
 
@@ -106,7 +107,7 @@ class Full:
 
 
 def parts_for(run: Callable[..., Any], inputs: State, batch_size: int) -> list[State]:
-    """Return inputs as a way of the full network takes them: a batch, or those that run beside each other."""
+    """Return inputs as a way of the full network takes them: a batch, or those that run concurrently."""
     return in_parts(inputs, batch_size * getattr(run, "batches", 1))
 
 

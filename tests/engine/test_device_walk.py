@@ -299,30 +299,34 @@ def test_batches_run_in_groups_where_enough_wait_and_at_once_where_nothing_else_
 
 
 class Workspace(Joined):
-    """A stage that computes in memory of its own, which batches that run beside each other would share."""
+    """A stage that computes in memory of its own, which concurrent batches would share."""
 
     def __init__(self):
         super().__init__()
-        self.workspace = torch.zeros(64, 6)
+        self.workspaces = {"made": torch.zeros(64, 6)}
 
     def forward(self, features, signs):
         made, signs = super().forward(features, signs)
-        return self.workspace[: len(made)].copy_(made).clone(), signs
+        return self.workspaces["made"][: len(made)].copy_(made).clone(), signs
 
 
 @interpreted
-@pytest.mark.parametrize(("second", "expected"), [(Joined, {0, 1, 2}), (Workspace, {0})])
-def test_stages_that_write_to_memory_of_their_own_do_not_run_beside_each_other(model, inputs, table, second, expected):
+@pytest.mark.parametrize(("second", "expected"), [(Joined, {0, 1, 2}), (Workspace, {0, 2})])
+def test_batches_of_stages_that_write_to_memory_of_their_own_run_one_after_another(
+    model, inputs, table, second, expected
+):
     rule, found = rules(table)["threshold"], set()
     changed = MultiExitModel([model.stages[0], second(), model.stages[2]], model.heads).eval()
-    network = network_of(changed, rule)._replace(modules=changed.stages)
+    network = network_of(changed, rule)
+    launched = [stage.logits for stage in open_stages(changed, rule.open_exits, network.reads)]
 
-    def beside(works):
+    def run_concurrently(works):
         found.update(works[0].args[:1] if len(works) > 1 else ())
         return [work() for work in works]
 
     with torch.inference_mode():
-        StreamWalk(network, rule, (inputs[:1],), 2, EXECUTOR._replace(beside=beside))
+        executor = Executor(EXECUTOR.capture, EXECUTOR.compile, run_concurrently)
+        StreamWalk(Network(*network[:3], launched), rule, (inputs[:1],), 2, executor)
     assert found == expected
 
 
@@ -331,7 +335,7 @@ class Interpreted(Deciding):
 
     missing = missing_for_one = ""
 
-    def executor(self, lanes):
+    def executor(self, lanes, *, alone):
         return EXECUTOR, None
 
 

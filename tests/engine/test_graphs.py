@@ -37,7 +37,7 @@ def test_without_a_gpu_the_switch_is_not_tried(model):
 
 
 def test_before_a_full_batch_came_smaller_ones_are_launched():
-    part = Graphed(0, lambda inputs: 2 * inputs, None, 4, captures=None)
+    part = Graphed(0, lambda inputs: 2 * inputs, None, 4, captures=None, every=[])
     assert part(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert not part.captured
 
@@ -58,7 +58,7 @@ def test_partial_batches_are_replayed_in_the_first_rows_and_keep_their_outputs(m
         return 2 * inputs, inputs.repeat_interleave(3, dim=0), inputs.sum()  # a row for each sample, three, and none
 
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    part = Graphed(0, run, None, 4, captures=None)
+    part = Graphed(0, run, None, 4, captures=None, every=[])
     batches = torch.arange(24.0).reshape(12, 2).split([4, 1, 3, 4])
     graph = Replayed(run, (torch.full((4, 2), torch.nan),))
     kind = ((batches[0].shape[1:], batches[0].stride(), batches[0].dtype),)
@@ -83,7 +83,10 @@ def test_what_was_captured_with_weights_that_moved_is_not_replayed(monkeypatch):
     def as_captured(inputs):
         return (nn.functional.linear(inputs, *weights),)
 
-    part = Graphed(0, lambda inputs: (layer(inputs),), layer, 4, captures=None)
+    parts = []
+    parts += [Graphed(index, lambda inputs: (layer(inputs),), layer, 4, None, parts) for index in range(2)]
+    part, other = parts
+    other.captured["shape"] = None  # torch frees what it computes in together with the first one's
     monkeypatch.setattr(part, "_captured", lambda state: Captured(graph, graph.given, graph.made, fast=True))
     with torch.inference_mode():
         graph = Replayed(as_captured, (batch,))
@@ -95,5 +98,6 @@ def test_what_was_captured_with_weights_that_moved_is_not_replayed(monkeypatch):
         weights = [each.detach() for each in layer.parameters()]
         assert part(batch[:3])[0].tolist() == [[2.0] * 3] * 3
         assert not part.captured
+        assert not other.captured
         graph = Replayed(as_captured, (batch,))
         assert part(batch)[0].tolist() == [[2.0] * 3] * 4

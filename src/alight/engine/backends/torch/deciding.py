@@ -16,6 +16,7 @@ from torch import nn
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
+from alight.engine.backends.torch.captures import Captures, stream_for
 from alight.engine.backends.torch.device_walk import (
     WIDEST,
     BatchWalk,
@@ -30,7 +31,7 @@ from alight.engine.backends.torch.device_walk import (
     same_rule,
     slots_and_group,
 )
-from alight.engine.backends.torch.prepare import SHAPES, Addresses, Captures, stream_for
+from alight.engine.backends.torch.prepare import SHAPES, Addresses
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
 
@@ -55,7 +56,8 @@ class Deciding:
         decide: str,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.network, self.device = Network(stages, reads, admit, modules), device
+        launched = [getattr(each, "logits", each) for each in modules]
+        self.network, self.device = Network(stages, reads, admit, launched), device
         self.decide, self.modules = decide, modules
         self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
         self.addresses: dict[Any, Addresses] = {}  # of the weights that each has captured
@@ -141,14 +143,13 @@ class Deciding:
             free = [kind for kind, walk in streams.items() if walk.size == size and kind not in self.busy][:1]
             self.busy.update(free)
         try:
-            for kind in free:
-                streams[kind].limit.zero_()  # no row is of a sample
-            yield [
-                (streams[kind].graphs[stage, size * group, 0].replay, group)
-                for kind in free
-                for group in [streams[kind].group]
-                for stage in range(len(self.modules))
-            ]
+            replays: list[tuple[Callable[[], None], int]] = []
+            if free:
+                walk = streams[free[0]]
+                walk.limit.zero_()  # no row is of a sample
+                graphs = [walk.graphs[stage, size * walk.group, 0] for stage in range(len(self.modules))]
+                replays = [(each.replay, walk.group) for each in graphs]
+            yield replays
         finally:
             self.busy.difference_update(free)
 
@@ -236,7 +237,7 @@ class Deciding:
             return None
         size, alone, *_ = kind
         try:
-            executor, uploading = self.executor(0 if alone else slots_and_group(size)[1])
+            executor, uploading = self.executor(1 if alone else slots_and_group(size)[1], alone=alone)
             given = (self.network, policy, batches[0][1], size, executor)
             walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
             ours = _shortest(partial(_run, walk, batches))
@@ -263,12 +264,12 @@ class Deciding:
         )
         return walk if ours < theirs else None
 
-    def executor(self, lanes: int) -> tuple[Executor, Any]:
-        """Return what captures and runs a walk, for so many batches beside each other, and the stream for copies."""
+    def executor(self, lanes: int, *, alone: bool) -> tuple[Executor, Any]:
+        """Return what captures and runs a walk, of concurrent batches or of one alone, and a stream for copies."""
         device = torch.cuda.current_device()
         captures = Captures(device, lanes)
-        captured = partial(captures.capture, keep=not lanes)  # for one batch alone, as a part of another graph
-        return Executor(captured, conditional.Executable, captures.beside), stream_for("copies", device)
+        captured = partial(captures.capture, keep=alone)  # as a part of the graph that chooses what runs
+        return Executor(captured, conditional.Executable, captures.run_concurrently), stream_for("copies", device)
 
 
 def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:

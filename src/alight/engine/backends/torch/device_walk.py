@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import rows
+from alight.engine.backends.torch.captures import may_run_concurrently, run_sequentially
 from alight.engine.backends.torch.conditional import Choose, Condition, Program, Run
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
@@ -31,7 +32,7 @@ from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, S
 from alight.policies.route import visit
 
 SLOTS, SAMPLES = 16, 1536  # batches that a room holds; fewer of large ones, but three at least
-GROUP = 4  # batches of a stage that one graph runs beside each other, and a kernel decides about at once
+GROUP = 4  # batches of a stage that one graph runs concurrently, and one kernel decides about, which takes as many
 IN_FLIGHT = 3  # graphs launched before the host waits for the first of them
 UNREAD = 8  # batches of answers of one exit after which the host takes them
 SIZES = 4  # captured of each stage: a batch, a half, a quarter, an eighth
@@ -48,6 +49,7 @@ WIDEST = 8  # bytes of a word that kernels read
 UNKNOWN = -(2**62)  # stands where no answer is yet: neither a class, nor an exit, nor the bits of a probability
 
 Stage = Callable[..., tuple[State, Tensor]]
+RunAll = Callable[[Sequence[Callable[[], Any]]], list[Any]]  # runs functions, and returns their results
 
 
 def is_decidable(policy: Policy) -> bool:
@@ -67,17 +69,12 @@ def _is_by_kernel(policy: Policy) -> bool:
     return type(policy) in BY_KERNEL and combined_by_kernel
 
 
-def in_turn(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do each of some works, and return what they made."""
-    return [work() for work in works]
-
-
 class Executor(NamedTuple):
     """How captured work runs: `capture` makes a graph of it, `compile` what launches a program of such graphs."""
 
     capture: Callable[[Callable[[], None]], Any]
     compile: Callable[[Program, Mapping[Any, Any], Tensor], Any]  # has `launch`, `wait`, `finish`
-    beside: Callable[[Sequence[Callable[[], Any]]], list[Any]] = in_turn  # does works that need not wait for each other
+    run_concurrently: RunAll = run_sequentially
 
 
 class Network(NamedTuple):
@@ -86,7 +83,7 @@ class Network(NamedTuple):
     stages: Sequence[Stage]
     reads: Sequence[Reads]  # of each stage
     admit: Callable[[State], State]
-    modules: Sequence[nn.Module] = ()  # that the stages run
+    launched: Sequence[Callable[..., Any]] = ()  # what the stages run, operation by operation
 
 
 class Room(NamedTuple):
@@ -157,30 +154,28 @@ class DeviceWalk:
         count = self.capacity
         self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
 
-    def _capture(self, executor: Executor, stage: int, size: int, slot: int, counts: Counts, batches: int = 1) -> None:
-        """Capture a stage for successive batches of its room: they run, and it decides, answers and moves survivors on.
-
-        Several batches run beside each other, for a few samples leave most of a device idle.
-        """
+    def _capture(
+        self,
+        executor: Executor,
+        stage: int,
+        size: int,
+        slot: int,
+        counts: Counts,
+        batches: int = 1,
+        run_all: RunAll = run_sequentially,
+    ) -> None:
+        """Capture a stage for successive batches of its room: they run, and it decides, answers and moves survivors."""
         try:
-            graph = executor.capture(partial(self._step, executor.beside, stage, size, slot, counts, batches))
+            graph = executor.capture(partial(self._step, run_all, stage, size, slot, counts, batches))
             self.graphs[stage, size * batches, slot] = graph
         except RuntimeError as error:
             raise AlightError(
                 f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
             ) from error
 
-    def _step(
-        self,
-        beside: Callable[[Sequence[Callable[[], Any]]], list[Any]],
-        stage: int,
-        size: int,
-        slot: int,
-        counts: Counts,
-        batches: int,
-    ) -> None:
+    def _step(self, run_all: RunAll, stage: int, size: int, slot: int, counts: Counts, batches: int) -> None:
         starts = [index * self.size for index in range(slot, slot + batches)]
-        made = beside([partial(self._ran, stage, slice(start, start + size)) for start in starts])
+        made = run_all([partial(self._ran, stage, slice(start, start + size)) for start in starts])
         states, packed, decided, memories, _ = zip(*made, strict=True)
         following = self.rooms[min(stage + 1, self.last)]
         moved: list[tuple[Any, Tensor]] = []  # tensors of every batch, and where their rows go
@@ -190,11 +185,9 @@ class DeviceWalk:
             parts = [(*state, *memory) for state, memory in zip(states, memories, strict=True)]
             moved = [*zip(zip(*parts, strict=True), following.state + following.memory, strict=True)]
         elsewhere = None if decided[0] is None else torch.cat(decided)
-        rows_of_samples = slice(starts[0], starts[0] + batches * size)
+        ran = slice(starts[0], starts[0] + batches * size)
         for start in range(0, max(1, len(moved)), MOVED):
-            self._settle(
-                stage, rows_of_samples, packed, elsewhere, counts, moved[start : start + MOVED], first=start == 0
-            )
+            self._settle(stage, ran, packed, elsewhere, counts, moved[start : start + MOVED], first=start == 0)
 
     def _ran(self, stage: int, batch: slice) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
         """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
@@ -275,14 +268,14 @@ class DeviceWalk:
     ) -> None:
         """Launch the kernel that decides about the rows that ran, batch by batch, and moves a few tensors."""
         flat = [rows.words(*rows.laid_out_like(target, made), target) for made, target in moved]
-        places: list[tuple[Any, ...]] = [(*_four(made), target, target.shape[1]) for *made, target in flat]
-        places += [(*_four(packed), packed[0], 0)] * (MOVED - len(flat))
+        places: list[tuple[Any, ...]] = [(*_padded_to_group(made), target, target.shape[1]) for *made, target in flat]
+        places += [(*_padded_to_group(packed), packed[0], 0)] * (MOVED - len(flat))
         (size, width), answers, batches = packed[0].shape, self.answers[stage % len(self.answers)], len(packed)
         count = batches * size
         parts = min(max(1, PROGRAMS // count), max(1, *(-(-words // MOVE) for *_, words in places)))
         kernels: Any = rows.kernels(packed[0].device.type)
         kernels.settle_rows[(count, parts)](
-            *_four(packed),
+            *_padded_to_group(packed),
             width,
             2 + len(self.reads[stage].columns),
             self.rooms[stage].samples[ran],
@@ -387,10 +380,10 @@ class BatchWalk(DeviceWalk):
                 " was"
             )
 
-    def _step(self, beside: Any, stage: int, *given: Any) -> None:
+    def _step(self, run_all: RunAll, stage: int, *given: Any) -> None:
         if stage == 0:
             self._enter()
-        super()._step(beside, stage, *given)
+        super()._step(run_all, stage, *given)
 
     def _enter(self) -> None:
         """Launch the kernels that copy inputs, counts and sample numbers: quicker in the graph than before it."""
@@ -436,18 +429,16 @@ class StreamWalk(DeviceWalk):
         counts, seen = self.integers(stages, self.slots, 2), self.pinned(stages, self.slots, 2)
         self.counts, self.seen = counts, seen.numpy()
         self.answers = self.pinned(stages, (UNREAD + IN_FLIGHT * self.group) * size, 4)
-        before_runs = _versions(network.modules)
         for stage in range(stages):
             if stage < self.last:
                 self._add_room(stage)
+            run_all = self._way_to_run(network, stage, executor)
             for count in dict.fromkeys([1, self.group]):
-                if _versions(network.modules) != before_runs:  # batches beside each other would share what it writes
-                    executor = executor._replace(beside=in_turn)
                 for slot in range(0, self.slots, count):
                     before, last = counts[stage, slot - 1], slot + count - 1  # counts of the batch before, and the slot
                     own = Counts(self.limit, before[0], before[1], counts[stage, last], seen[stage, last])
                     for each_size in self.sizes if last == 0 else [size]:
-                        self._capture(executor, stage, each_size, slot, own, count)
+                        self._capture(executor, stage, each_size, slot, own, count, run_all)
         event: Callable[[], Any] = torch.cuda.Event
         self.events, self.emptied = ([event() for _ in range(count)] for count in (IN_FLIGHT, self.slots))
         self.launches = 0
@@ -456,6 +447,13 @@ class StreamWalk(DeviceWalk):
         self.stream: Any = None  # in which stages run
         self.turn = 0  # the stage that ran last
         self.reset()
+
+    def _way_to_run(self, network: Network, stage: int, executor: Executor) -> RunAll:
+        """Return what runs a group of batches: concurrently if they can, for a few samples leave most of a GPU idle."""
+        batch = [each[: self.size] for each in self.rooms[stage].state]
+        if self.group > 1 and network.launched and may_run_concurrently(network.launched[stage], batch):
+            return executor.run_concurrently
+        return run_sequentially
 
     def reset(self) -> None:
         """Let no sample wait, as after an error."""
@@ -650,7 +648,7 @@ class StreamWalk(DeviceWalk):
 
 
 def slots_and_group(size: int) -> tuple[int, int]:
-    """Return how many batches of a size a room holds, and how many run beside each other: others wait or are in flight.
+    """Return how many batches of a size a room holds, and how many run together: others wait or are in flight.
 
     >>> slots_and_group(32), slots_and_group(256), slots_and_group(1024)
     ((16, 4), (6, 2), (3, 1))
@@ -666,18 +664,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if is_other else nullcontext()
 
 
-def _four(each: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return what there is of each batch, for a kernel that takes four."""
+def _padded_to_group(each: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return what there is of each batch, for a kernel that takes as many as a group has."""
     return (*each, *[each[0]] * (GROUP - len(each)))
-
-
-def _versions(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return how often each tensor of modules was written to; those of inference mode do not count, and differ."""
-    parts = [part for module in modules for part in module.modules()]
-    own = chain.from_iterable(
-        (*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in parts
-    )
-    return [object() if each.is_inference() else each._version for each in own if isinstance(each, Tensor)]
 
 
 def laid_out(inputs: State) -> tuple[Any, ...]:

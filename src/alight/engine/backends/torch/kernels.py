@@ -245,8 +245,8 @@ def move_row(source, target, words, row, place, part, BLOCK: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def of_batch(batch, first, second, third, fourth, BATCHES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return where a batch lies."""
+def select_batch(batch, first, second, third, fourth, BATCHES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Return the address of a batch."""
     place = first
     if BATCHES > 1:
         place = tl.where(batch == 1, second, place)
@@ -302,7 +302,7 @@ def settle_rows(  # type: ignore[no-untyped-def]
     source_3d,
     target_3,
     words_3,
-    BATCHES: tl.constexpr,  # that ran beside each other: 1, 2 or 4  # noqa: N803
+    BATCHES: tl.constexpr,  # that ran: 1, 2 or 4  # noqa: N803
     TENSORS: tl.constexpr,  # that are moved  # noqa: N803
     FIRST: tl.constexpr,  # the launch that also writes answers, sample numbers and counts  # noqa: N803
     LAST: tl.constexpr,  # takes every sample  # noqa: N803
@@ -322,8 +322,8 @@ def settle_rows(  # type: ignore[no-untyped-def]
     rows = tl.arange(0, ROWS)
     batch, batches = row // size, rows // size
     own, each = row - batch * size, rows - batches * size  # rows of their batches
-    values = of_batch(batches, packed, packed_b, packed_c, packed_d, BATCHES) + each * width
-    own_values = of_batch(batch, packed, packed_b, packed_c, packed_d, BATCHES) + own * width
+    values = select_batch(batches, packed, packed_b, packed_c, packed_d, BATCHES) + each * width
+    own_values = select_batch(batch, packed, packed_b, packed_c, packed_d, BATCHES) + own * width
     valid = (rows < BATCHES * size) & (each < tl.load(waiting))
     largest = tl.load(values + 1, mask=valid, other=0.0)
     usable = tl.abs(largest) < float("inf")  # neither infinite nor NaN
@@ -341,13 +341,13 @@ def settle_rows(  # type: ignore[no-untyped-def]
     here = rows == row
     if tl.sum((stays & here).to(tl.int32), 0) > 0:
         place = (tl.load(arrived) + tl.sum((stays & (rows < row)).to(tl.int64), 0)) % next_ring
-        made = of_batch(batch, source, source_b, source_c, source_d, BATCHES)
+        made = select_batch(batch, source, source_b, source_c, source_d, BATCHES)
         move_row(made, target, words, own, place, part, BLOCK)
         if TENSORS > 1:
-            made_2 = of_batch(batch, source_2, source_2b, source_2c, source_2d, BATCHES)
+            made_2 = select_batch(batch, source_2, source_2b, source_2c, source_2d, BATCHES)
             move_row(made_2, target_2, words_2, own, place, part, BLOCK)
         if TENSORS > 2:
-            made_3 = of_batch(batch, source_3, source_3b, source_3c, source_3d, BATCHES)
+            made_3 = select_batch(batch, source_3, source_3b, source_3c, source_3d, BATCHES)
             move_row(made_3, target_3, words_3, own, place, part, BLOCK)
         if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
             if part == 0:

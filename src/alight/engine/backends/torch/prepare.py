@@ -4,11 +4,9 @@ import copy
 import itertools
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cache, partial
-from threading import Lock
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from alight.data.batches import as_tensor
 from alight.engine.backends import State
+from alight.engine.backends.torch.captures import WARMING, Captures
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel, all_close, exit_logits
@@ -118,8 +117,6 @@ def running(count: int | None) -> AbstractContextManager[Any]:
 Run = Callable[..., Any]
 
 SHAPES = 8  # captured for each stage; batches of further shapes are launched kernel by kernel
-WARMING = 3  # runs before a capture, in which libraries choose their kernels
-CAPTURING = Lock()  # one thread at a time
 COMPILED = itertools.count()  # stages so far
 FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
 
@@ -186,51 +183,6 @@ def _kept_guards(guards: Sequence[Any]) -> list[bool]:
     return ["stage" not in each.name or each.name in kept.values() for each in guards]
 
 
-class Captures:
-    """Captures CUDA graphs that run in turn: they share memory, and the streams of their captures are no one else's."""
-
-    def __init__(self, device: int, lanes: int = 0) -> None:
-        self.memory = torch.cuda.graph_pool_handle()
-        self.stream, *self.lanes = streams = own_streams(device, 1 + lanes)
-        weakref.finalize(self, OWN.difference_update, streams)
-
-    def capture(self, work: Callable[[], None], keep: bool = False) -> torch.cuda.CUDAGraph:
-        """Return work as a CUDA graph, after a few runs; `keep` it to be built into another."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
-        graph.captures = self  # type: ignore[attr-defined]  # lives as long
-        device, side = torch.cuda.current_device(), self.stream
-        with CAPTURING:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARMING):
-                    work()
-                    side.synchronize()
-            torch.cuda.current_stream().wait_stream(side)
-            try:
-                with torch.cuda.graph(graph, pool=self.memory, stream=side, capture_error_mode="thread_local"):
-                    work()
-            except BaseException:
-                with suppress(Exception):  # older torch goes on as if it captured, and frees no memory
-                    torch._C._cuda_endAllocateToPool(device, self.memory)
-                raise
-        if keep:
-            graph.instantiate()  # or newer torch does not replay it
-        return graph
-
-    def beside(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Do works beside each other, each in a lane, and return what they made; branches of the graph in a capture."""
-        if len(works) == 1:
-            return [works[0]()]
-        current, made, lanes = torch.cuda.current_stream(), [], self.lanes[: len(works)]
-        for lane, work in zip(lanes, works, strict=True):
-            lane.wait_stream(current)
-            with torch.cuda.stream(lane):
-                made.append(work())
-        for lane in lanes:
-            current.wait_stream(lane)
-        return made
-
-
 def graphed(
     runs: Sequence[Run], device: torch.device, batch_size: int | None = None, modules: Sequence[nn.Module] = ()
 ) -> list[Run]:
@@ -242,7 +194,10 @@ def graphed(
         raise BadInput(f"CUDA graphs need a GPU and the network runs on {device}: leave graphs out")
     captures = Captures(torch.cuda.current_device() if device.index is None else device.index)
     own: Sequence[nn.Module | None] = modules or [None] * len(runs)
-    return [Graphed(index, *each, batch_size, captures) for index, each in enumerate(zip(runs, own, strict=True))]
+    made: list[Graphed] = []
+    for index, each in enumerate(zip(runs, own, strict=True)):
+        made.append(Graphed(index, *each, batch_size, captures, made))
+    return [*made]
 
 
 class Captured(NamedTuple):
@@ -261,8 +216,17 @@ class Graphed:
     overwrites what a graph writes, so everything is handed on in memory of its own.
     """
 
-    def __init__(self, index: int, run: Run, module: nn.Module | None, size: int | None, captures: Captures) -> None:
+    def __init__(
+        self,
+        index: int,
+        run: Run,
+        module: nn.Module | None,
+        size: int | None,
+        captures: Captures,
+        every: "Sequence[Graphed]",
+    ) -> None:
         self.index, self.run, self.captures = index, run, captures
+        self.every = every  # stage of the network: their graphs share memory, and end together
         self.modules = [] if module is None else [module]
         self.addresses = Addresses(self.modules)
         self.size = size  # of a full batch; None is that of the first which comes
@@ -274,7 +238,8 @@ class Graphed:
         self.size = size = self.size or count
         if not self.addresses.hold(few=count == 1):
             self.addresses = Addresses(self.modules)
-            self.captured.clear()
+            for stage in self.every:
+                stage.captured.clear()
         shape = tuple((each.shape[1:], each.stride(), each.dtype) for each in state)
         if shape not in self.captured and 0 < count == size and len(self.captured) < SHAPES:
             with torch.cuda.device(state[0].device):
@@ -328,35 +293,6 @@ class Addresses:
             if (each := table.get(name)) is None or each.data_ptr() != place:
                 return False
         return True
-
-
-@cache
-def stream_for(purpose: str, device: int) -> torch.cuda.Stream:
-    """Return the stream of this package for a purpose, which nothing else uses."""
-    return own_streams(device, 1)[0]
-
-
-OWN: set[torch.cuda.Stream] = set()  # streams in use that torch would hand out again
-POOLED, PRIORITIES = 32, (-1, -2, -3)  # streams that torch has of each priority; those of 0 are the user's
-
-
-def own_streams(device: int, count: int) -> list[torch.cuda.Stream]:
-    """Return streams that are given to nobody else until they come back by `OWN.difference_update`.
-
-    Matrix products need memory that torch keeps for each stream and frees with any graph that was captured there; two
-    graphs that run at the same time must not have it in common.
-    """
-    found: list[torch.cuda.Stream] = []
-    for priority in PRIORITIES:
-        for _ in range(POOLED):
-            if len(found) == count:
-                return found
-            stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-            if stream not in OWN:
-                OWN.add(stream)
-                found.append(stream)
-    OWN.difference_update(found)
-    raise AlightError(f"all {len(OWN)} streams of the GPU are in use: drop predictors that are not needed")
 
 
 def _first_rows(made: Tensor, count: int, size: int) -> Tensor:

@@ -1,0 +1,158 @@
+"""What may run concurrently on a GPU: runs that write to memory of their own alone."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alight.engine.backends import Reads
+from alight.engine.backends.torch import captures, open_stages
+from alight.engine.backends.torch.captures import may_run_concurrently, reserve_streams
+from alight.errors import AlightError
+from alight.networks.zoo import resnet18_cifar
+
+KEPT = {"scratch": torch.zeros(8, 4)}
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(8, 4))
+        self.listed, self.table = [torch.zeros(8, 4)], None
+
+
+def into_a_buffer(module, inputs):
+    return module.buffer[: len(inputs)].copy_(inputs) + 1
+
+
+def past_autograd(module, inputs):
+    module.buffer.data[: len(inputs)].copy_(inputs)
+    return module.buffer + 1
+
+
+def into_a_list(module, inputs):
+    return torch.mul(inputs, 2, out=module.listed[0][: len(inputs)]) + 1
+
+
+def into_what_a_module_keeps(module, inputs):
+    return KEPT["scratch"][: len(inputs)].add_(inputs) * 2
+
+
+@torch.library.custom_op("alight_test::doubled", mutates_args=())
+def doubled(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs * 2
+
+
+def by_an_operation_of_somebody_else(module, inputs):
+    return doubled(inputs)
+
+
+def by_what_torch_does_not_see(module, inputs):
+    made = torch.empty_like(inputs)
+    np.copyto(np.frombuffer(memory_of(made), dtype=np.float32), inputs.numpy().ravel())
+    return made + 1
+
+
+def handed_on_by_what_torch_does_not_see(module, inputs):
+    made = inputs.new_empty(inputs.shape)
+    np.copyto(np.frombuffer(memory_of(made), dtype=np.float32), inputs.numpy().ravel())
+    return made.view(-1)
+
+
+def memory_of(tensor):
+    import ctypes
+
+    return (ctypes.c_byte * (tensor.numel() * 4)).from_address(tensor.data_ptr())
+
+
+def that_fails(module, inputs):
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        into_a_buffer,
+        past_autograd,
+        into_a_list,
+        into_what_a_module_keeps,
+        by_an_operation_of_somebody_else,
+        by_what_torch_does_not_see,
+        handed_on_by_what_torch_does_not_see,
+        that_fails,
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_writes_elsewhere_does_not_run_concurrently(run, inference):
+    module = Holds()
+    with torch.inference_mode(inference):
+        assert not may_run_concurrently(lambda inputs: run(module, inputs), [torch.randn(8, 4)])
+
+
+def with_a_table_made_once(module, inputs):
+    if module.table is None:
+        module.table = torch.arange(4.0)
+    return inputs * module.table
+
+
+def in_place_of_its_inputs(module, inputs):
+    return inputs.relu_().add_(module.buffer[0])
+
+
+def in_memory_that_it_allocates(module, inputs):
+    made = torch.empty(2, *inputs.shape)
+    made[0].copy_(inputs)
+    made[1] = inputs + 1
+    return made.sum(0), made.view(-1)
+
+
+@pytest.mark.parametrize("run", [with_a_table_made_once, in_place_of_its_inputs, in_memory_that_it_allocates])
+def test_what_writes_to_memory_of_its_own_runs_concurrently(run):
+    module = Holds()
+    with torch.inference_mode():
+        assert may_run_concurrently(lambda inputs: run(module, inputs), [torch.randn(8, 4)])
+
+
+def test_ordinary_networks_run_concurrently():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    bert = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes)).eval()
+    tokens = torch.randint(5, 100, (2, 12))
+    (whole,) = open_stages(resnet18_cifar(10).eval(), [7], [Reads(())])
+    with torch.inference_mode():
+        assert may_run_concurrently(whole.logits, [torch.randn(2, 3, 32, 32)])
+        assert may_run_concurrently(lambda *given: bert(*given).logits, [tokens, torch.ones_like(tokens)])
+        assert may_run_concurrently(nn.LSTM(4, 8, batch_first=True).eval(), [torch.randn(2, 5, 4)])
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Torch's streams, each priority's handed out again and again."""
+    given = dict.fromkeys(captures.PRIORITIES, 0)
+
+    def stream(device, priority):
+        given[priority] += 1
+        return (device, priority, given[priority] % captures.POOLED)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(captures, "RESERVED", set())
+    return captures.RESERVED
+
+
+def test_streams_are_reserved_until_they_are_returned(streams):
+    every = captures.POOLED * len(captures.PRIORITIES)
+    found = [each for _ in range(every // 4) for each in reserve_streams(0, 4)]
+    assert len(set(found)) == every == 96
+    with pytest.raises(AlightError, match="96 streams are in use, which is all: drop predictors"):
+        reserve_streams(0, 1)
+    captures.RESERVED.difference_update(found[:1])
+    assert reserve_streams(0, 1) == found[:1]
+
+
+def test_streams_of_graphs_that_nobody_needs_are_found_when_all_are_in_use(streams, monkeypatch):
+    found = reserve_streams(0, 96)
+    monkeypatch.setattr(gc, "collect", lambda: captures.RESERVED.difference_update(found[-4:]))
+    assert {*reserve_streams(0, 4)} == {*found[-4:]}
