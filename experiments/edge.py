@@ -14,9 +14,10 @@ calibrates all contenders into WORK, on test images; `measure` runs them on 2,00
 before each part. Writes results/edge.csv: accuracy, milliseconds of single images (mean, median, 99th percentile),
 images per second in batches of 64, memory. `over_best` is the time of the fastest full network whose accuracy is at
 most half a point lower, over that of the contender; empty where there is none. "cut after" is the network with exits
-without what comes after one of them: the same accuracy for every image, at a lower price. Networks without weights in
-STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32; without those of
-resnet18_plain there is no cascade, and no full network in PyTorch.
+without what comes after one of them: the same accuracy for every image, at a lower price. Exits "as accurate" have the
+smallest budget in milliseconds at which they lose a quarter of a point of the samples they were made with. Networks
+without weights in STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in
+float32; without those of resnet18_plain there is no cascade, and no full network in PyTorch.
 
 `imagenet` prepares three EfficientNet-lite networks (see imagenet_networks.py) alone, and a cascade of the smallest
 and the largest that spends 70 % of the time of the latter, from images of 256 pixels to answers; in bf16, too, on a
@@ -47,6 +48,7 @@ IMAGES, CALIBRATION = 2000, 2400
 LATENCIES, PART, TURN = 400, 100, 20  # single images, in parts, and how many of them one contender has in turn
 ROUNDS = 4  # in which all images are run in batches
 LOSSES = (0.025,)
+SHARES = (0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)  # of the full network's time, of which the first suffices
 SPENT = 0.7  # of the time of the large network, by a cascade for ImageNet
 TORCH = "PyTorch compiled"
 EQUAL = 0.005  # accuracy by which a full network may be below a contender and count as equally accurate
@@ -231,6 +233,26 @@ def deployed(
             made.add(name, one, kind="exported", weights=EXITS, loss=loss)
             if runtime == "onnxruntime" and precision == "int8":
                 in_cpp(made, name, folder)
+        if precision == "int8":
+            name, folder = f"exits, {title}, as accurate", made.work / f"exits_{runtime}_{precision}_equal"
+            made.add(name, partial(as_accurate, work, folder), kind="exported", weights=EXITS)
+            if runtime == "onnxruntime":
+                in_cpp(made, name, Path(made.found[name]["folder"]))
+
+
+def as_accurate(work: Any, folder: Path) -> dict[str, Any]:
+    """Deploy exits for the smallest budget in milliseconds that loses a quarter of a point at most."""
+    from alight.fitting.steps import Goal
+
+    last = (work.model.num_exits - 1,)
+    full = work.costs(work.lowered(last)[0], last, "ms").full
+    for share in SHARES:
+        place = folder.with_name(f"{folder.name}_{share:g}")
+        found = work.deployed(place, Goal(budget=f"{share * full:.3g} ms"))
+        print(found, flush=True)
+        if found.full_accuracy - found.decisions.accuracy() <= EQUAL / 2:
+            break
+    return {"folder": str(place), "open": len(found.exits), "bytes": found.sizes[1]}
 
 
 def in_cpp(made: Preparation, name: str, folder: Path) -> None:
