@@ -1,5 +1,8 @@
 """Data in whatever form people have it: the same samples give the same table, answers and training."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from alight import Normalisation, Predictor, TrainingSettings, attach_heads, record, train_heads
-from alight.data.batches import Batch, as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
+from alight.data.batches import Batch, as_batch, as_inputs, as_tensor, fitted, in_batches, prefetch, split_labels
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.store import fingerprint
@@ -339,3 +342,25 @@ def test_permuted_images_are_trained_with_their_channels_first_in_memory():
     (placed,) = Batch((permuted,), None).to("cpu").inputs
     assert placed.is_contiguous()
     assert torch.equal(placed, permuted)
+
+
+def test_the_thread_that_fetches_may_end_what_it_fetches_for(monkeypatch):
+    held, asked, ended, errors = {}, threading.Event(), threading.Event(), []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+
+    def source():
+        yield 0
+        asked.wait(10)
+        held.clear()  # as the garbage collector does in whatever thread it runs
+        ended.set()
+        yield 1
+
+    others = set(threading.enumerate())
+    held["batches"] = prefetch(source())
+    assert next(held["batches"]) == 0
+    (fetching,) = set(threading.enumerate()) - others
+    asked.set()
+    assert ended.wait(10)
+    fetching.join(10)
+    assert not fetching.is_alive()
+    assert not errors, errors[0].exc_value

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -592,11 +593,12 @@ def prefetch(source: Iterable[Any]) -> Iterator[Any]:
     [0, 1, 2, 3, 4]
     """
     items, end = iter(source), object()
-    thread = ThreadPoolExecutor(1, "alight-prefetch")
+    own: list[int] = []  # the thread that fetches; the garbage collector may end this generator there
+    thread = ThreadPoolExecutor(1, "alight-prefetch", initializer=lambda: own.append(get_ident()))
     try:
         futures = deque(thread.submit(next, items, end) for _ in range(AHEAD))
         while (item := futures.popleft().result()) is not end:
             futures.append(thread.submit(next, items, end))
             yield item
     finally:
-        thread.shutdown(cancel_futures=True)
+        thread.shutdown(wait=get_ident() not in own, cancel_futures=True)
