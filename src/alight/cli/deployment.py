@@ -137,7 +137,6 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
     terms = {
         **goal,
-        "method": options.method,
         "precision": precision,
         "settings": settings,
         "progress": not options.quiet,
