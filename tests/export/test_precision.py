@@ -660,3 +660,18 @@ def test_a_damaged_manifest_is_refused_with_its_name(change, tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(BadFile, match=r"manifest.json: its content is not usable .*; export the network again"):
         Predictor.load(tmp_path / "copied", settings=ONE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fingerprint": "feedbeef"}, "outputs of the network feedbeef and this is"),
+        ({"exits": ("w", "x", "y", "z")}, "the policy is for exits w, x, y, z and the network has "),
+        ({"num_exits": 5}, "the policy is for 5 exits and the network has 4"),
+    ],
+)
+def test_the_policy_of_another_network_is_refused_before_anything_runs(change, message, tmp_path, monkeypatch):
+    terms = {"costs": (1.0, 2.0, 4.0), "open_exits": OPENED, "num_exits": 4, "method": "eero", "budget": 2.0}
+    monkeypatch.setattr("alight.fitting.deploying.record", None)
+    with pytest.raises(Mismatch, match=message):
+        deploy(network(), labelled(), tmp_path / "int8", policy=Threshold((0.5, 0.5), **terms | change), settings=ONE)

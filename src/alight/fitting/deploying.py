@@ -25,7 +25,7 @@ from alight.engine.backends import Floats, State
 from alight.engine.backends.exported import check_settings, exported_backend
 from alight.engine.backends.onnx import on_host
 from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
-from alight.engine.predictor import Predictor
+from alight.engine.predictor import Predictor, check_exits, check_fingerprint
 from alight.engine.recorder import Recorder, record
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
@@ -149,6 +149,7 @@ def deploy(
     precision: str = INT8,
     settings: RunSettings | None = None,
     batch_size: int = 1,
+    allow_mismatch: bool = False,
     progress: bool = True,
 ) -> Deployed:
     """Export a network in lower precision with a policy that was calibrated on what runs then, and its guarantee.
@@ -168,6 +169,7 @@ def deploy(
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
         settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
+        allow_mismatch: Take the policy of another network.
         progress: Print every step.
 
     >>> import tempfile, torch
@@ -195,6 +197,8 @@ def deploy(
     check_loses_nothing(Path(folder))
     settings = settings or RunSettings()
     check_settings("a deployed network is exported", settings)
+    if policy is not None and not allow_mismatch:
+        check_is_for(policy, model)
     check_weights(model)
     _check_affordable(model, wanted)
     model = copy.copy(model)  # which may get names of classes
@@ -399,7 +403,7 @@ class Deployment:
 
     def _check_alone(self, backend: Any) -> None:
         """Check that the last samples of a batch get alone what they get in it: engines have had faults there."""
-        together = backend.admit(tuple(map(np.concatenate, zip(*self.samples, strict=True))))
+        together = backend.admit(max(_joined(self.samples), key=lambda each: len(each[0])))
         alone = [tuple(each[-row:][:1] for each in together) for row in range(1, min(len(together[0]), COMPARED) + 1)]
         allowed = GAPS.get(self.precision, SMALL_GAP)
         for stage, exit_index in enumerate(backend.open_exits):
@@ -468,12 +472,15 @@ class Deployment:
         runs = [exported_backend(each, Manifest.load(each), self.settings, batch_size=size) for each in places]
         ways = [Predictor(each, alone, batch_size=size) for each in runs]
         ways = [Predictor.load(folder, settings=self.settings, batch_size=size), *ways]
-        inputs = tuple(map(np.concatenate, zip(*self.samples, strict=True)))
-        parts = [tuple(each[row : row + size] for each in inputs) for row in range(0, len(inputs[0]), size)]
+        parts = [
+            tuple(each.take(range(row, row + size), axis=0, mode="wrap") for each in inputs)
+            for inputs in _joined(self.samples)
+            for row in range(0, len(inputs[0]), size)
+        ]
         begin, taken = time.perf_counter(), list[list[float]]()
         while len(taken) <= ROUNDS or time.perf_counter() - begin < SECONDS:
             taken.append([_seconds(way, parts) for way in ways])
-        return 1e3 * np.array(taken[1:]) / len(inputs[0])
+        return 1e3 * np.array(taken[1:]) / (size * len(parts))
 
 
 def _seconds(predictor: Predictor, parts: Sequence[State]) -> float:
@@ -482,6 +489,19 @@ def _seconds(predictor: Predictor, parts: Sequence[State]) -> float:
     for part in parts:
         predictor(part)
     return time.perf_counter() - begin
+
+
+def check_is_for(policy: Policy, model: Any) -> None:
+    """Check that a policy is for this network, by the number and the names of its exits and by its fingerprint."""
+    from alight.networks.store import fingerprint
+
+    check_exits(policy, model.num_exits)
+    if policy.exits and policy.exits != model.exits:
+        raise Mismatch(
+            f"the policy is for exits {', '.join(policy.exits)} and the network has {', '.join(model.exits)}: calibrate"
+            " on outputs of this network, or allow_mismatch=True"
+        )
+    check_fingerprint(policy, fingerprint(model))
 
 
 def _check_affordable(model: Any, wanted: Policy | Goal) -> None:
@@ -523,6 +543,14 @@ def _samples_at(data: Any, spec: InputSpec, rows: np.ndarray) -> Iterator[State]
         if len(own):
             yield tuple(as_array(each)[own] for each in batch.inputs)
         seen += len(batch)
+
+
+def _joined(batches: Sequence[State]) -> list[State]:
+    """Return batches in which those of one shape, as texts of one length, are together."""
+    alike: dict[Any, list[State]] = {}
+    for batch in batches:
+        alike.setdefault(tuple(each.shape[1:] for each in batch), []).append(batch)
+    return [tuple(map(np.concatenate, zip(*each, strict=True))) for each in alike.values()]
 
 
 def _bytes_of(folder: Path) -> int:
