@@ -189,6 +189,23 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
     answers = [[(row["prediction"], row["exit"]) for row in rows] for rows in (theirs, ours)]
     assert answers[0] == answers[1]
 
+    rng, some = np.random.default_rng(0), " ".join(texts).split()  # batches whose longest texts differ
+    made = [{"text": " ".join(rng.choice(some, int(1 + rng.exponential(12)))), "label": i % 4} for i in range(200)]
+    Path("many.jsonl").write_text("\n".join(map(json.dumps, made)))
+    bare = load_model("model")
+    bare.tokenizer = None
+    save_model(bare, "bare")
+    for line in (
+        "export bare policy.json --tokenizer bert -o with_tokenizer",
+        "run with_tokenizer texts.jsonl -o again.csv",
+        "export bare --int8 --data many.jsonl --budget 90% --batch-size 4 --tokenizer bert -o int8",
+        "run int8 many.jsonl -o int8.csv",
+    ):
+        status, _, err = run(f"{line} -q", capsys)
+        assert status == 0, err
+    assert [(row["prediction"], row["exit"]) for row in rows(Path("again.csv"))] == answers[0]
+    assert len(rows(Path("int8.csv"))) == 200
+
 
 @pytest.mark.parametrize(
     ("line", "message"),
@@ -204,6 +221,15 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
             "--budget is for a policy that is calibrated on what is exported",
         ),
         ("export model policy.json --runtime openvino -o new", "--runtime is for a policy that is calibrated"),
+        ("export model policy.json --threads 7 -o new", "--threads is for a policy that is calibrated"),
+        ("export model policy.json --batch-size 9 -o new", "--batch-size is for a policy that is calibrated"),
+        ("export model policy.json --split train -o new", "--split is for a policy that is calibrated"),
+        ("export model policy.json --tokenizer nowhere -o new", "nowhere: there is no such file or folder"),
+        ("export model policy.json --triton exported -o new", "exported exists: give a new folder to --triton"),
+        (
+            "export model --int8 --data test.npz --budget 80% --runtime openvino --triton served2 -o new",
+            "Triton runs stages by onnxruntime, for which the policy is not calibrated then: leave one out",
+        ),
         ("export model --int8 --fp16 --data test.npz -o new", "int8 and float16 are two precisions: give one of them"),
         (
             "export model --int8 --data test.npz --budget 80% --mean 0.1 --std 3 -o new",

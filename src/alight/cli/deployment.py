@@ -41,7 +41,7 @@ from alight.cli.kinds import check_order
 from alight.cli.running import answers_file, decisions_result
 from alight.display import layer_label
 from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
-from alight.engine.settings import RunSettings
+from alight.engine.settings import OPENVINO, RunSettings
 from alight.errors import BadInput
 from alight.files import FIRST_STAGES, MANIFEST, check_network_folder
 from alight.files import POLICY as POLICY_FILE
@@ -64,21 +64,24 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     check_order(options, {"model": "network", "policy": "policy"})
     for marker in (MANIFEST, *FIRST_STAGES):
         check_unused(options.output, options.force, marker)
+    if options.triton and Path(options.triton).exists():
+        raise BadInput(f"{options.triton} exists: give a new folder to --triton")
     if options.precision or options.data:
         return _deployed(options)
-    for name in ("budget", "max_accuracy_loss", "runtime", "providers"):
+    for name in ("budget", "max_accuracy_loss", "runtime", "providers", "batch_size", "threads", "split"):
         if getattr(options, name) is not None:
             raise BadInput(
                 f"--{name.replace('_', '-')} is for a policy that is calibrated on what is exported: give labelled"
                 " samples as --data FILE, or leave it out (`alight run --runtime` chooses for a folder in float32)"
             )
+    check_data(options.tokenizer)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.engine.backends.cascade import Cascade
     from alight.engine.manifest import Manifest
     from alight.engine.predictor import load_network
     from alight.export.exporting import export_model
 
-    terms = named(options, "format", "allow_mismatch")
+    terms = named(options, "format", "allow_mismatch", "tokenizer")
     model = load_network(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
@@ -115,33 +118,37 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
         )
     if options.format != ONNX:
         raise BadInput(f"stages of {options.format} are float32: leave --format out")
+    if options.triton and options.runtime == OPENVINO:
+        raise BadInput("Triton runs stages by onnxruntime, for which the policy is not calibrated then: leave one out")
     check_data(options.data, options.tokenizer)
     goal = named(options, "budget", "max_accuracy_loss")
     asked = options.policy or (goal["budget"] is None and goal["max_accuracy_loss"] is None)
     policy = load_policy(policy_of(options.model, options.policy)) if asked else None
     from alight.data.batches import load_data
-    from alight.engine.predictor import check_fingerprint
     from alight.export.exporting import check_normalisation
     from alight.fitting.calls import Steps
-    from alight.fitting.deploying import deploy
+    from alight.fitting.deploying import check_is_for, deploy
     from alight.fitting.heads import keep_classes
-    from alight.networks.store import fingerprint, load_model
+    from alight.networks.store import load_model
 
     model = load_model(options.model)
     if policy is not None and not options.allow_mismatch:
-        check_fingerprint(policy, fingerprint(model))
+        check_is_for(policy, model)
     check_normalisation(normalisation(options), model.normalisation)
     model.normalisation = model.normalisation or normalisation(options)
-    keep_classes(model, options.data, Steps(not options.quiet, "deploy"), options.split)
-    data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
+    model.tokenizer = options.tokenizer or model.tokenizer
+    split, batch_size = options.split or "test", options.batch_size or 1
+    keep_classes(model, options.data, Steps(not options.quiet, "deploy"), split)
+    data = load_data(options.data, model.input_spec, split=split)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
     terms = {
         **goal,
         "precision": precision,
         "settings": settings,
+        "allow_mismatch": True,  # checked above, without the normalisation
         "progress": not options.quiet,
     }
-    made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
+    made = deploy(model, data, options.output, policy=policy, batch_size=batch_size, **terms)
     _write_triton(made.folder, options.triton)
     names = ("exits", "levels", "before", "after", "times", "full_time", "float_time", "full_accuracy", "shares")
     values = {name: getattr(made, name) for name in names}
@@ -333,12 +340,12 @@ COMMANDS = (
                 for name, (precision, text) in PRECISION_OPTIONS.items()
             ),
             argument("--data", help=CALIBRATED),
-            argument("--split", default="test", help="part of a data set that has several (default: test)"),
+            argument("--split", help="part of a data set that has several (default: test)"),
             argument("--budget", help="instead of a policy: '50%%', '0.5 ms' of the exported network"),
             argument(
                 "--max-accuracy-loss", type=share, help="instead: the fastest that loses no more; 0.01 is a point"
             ),
-            argument("--batch-size", type=count, default=1, help="at which stages are timed (default: 1)"),
+            argument("--batch-size", type=count, help="at which stages are timed (default: 1)"),
             argument("--threads", type=count, help="default: one for each processor"),
             *RUNTIME,
             TOKENIZER_FOLDER,
