@@ -278,6 +278,21 @@ def test_a_stream_gives_early_answers_before_late_ones_are_computed(backend):
     assert sorted(np.concatenate([each.samples for each in answers])) == list(range(150))
 
 
+def test_what_is_done_between_answers_is_the_callers_own():
+    settings = RunSettings(threads=2)
+    found, before = Predictor(network(), policy(), batch_size=10, settings=settings), torch.get_num_threads()
+    answers = found.stream([images()[start : start + 10] for start in range(0, 50, 10)])
+    for _ in answers:
+        assert not torch.is_inference_mode_enabled()
+        assert torch.get_num_threads() == before
+        torch.nn.Linear(4, 1)(torch.randn(2, 4)).sum().backward()
+    suspended = found.answers(images())
+    next(suspended)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(suspended.close).result()
+    assert not torch.is_inference_mode_enabled()
+
+
 @each_backend
 @pytest.mark.parametrize("batch_size", [1, 64])
 def test_probabilities_are_those_of_the_answers(backend, batch_size):

@@ -298,11 +298,16 @@ class Predictor:
     ) -> Iterator[Answers]:
         size = self.batch_size if joins and self._rebatches else None
         numbered, host = self._numbered(inputs, samples), partial(self._by_host, size=size, low_latency=low_latency)
-        with self.backend.running():
-            if self._deciding is None:
-                yield from host(numbered)
-            else:
-                yield from usable(self.policy, self._deciding.answers(self.policy, numbered, size, host))
+        if self._deciding is None:
+            found = host(numbered)
+        else:
+            found = usable(self.policy, self._deciding.answers(self.policy, numbered, size, host))
+        while True:
+            with self.backend.running():  # not while the caller does something else
+                answers = next(found, None)
+            if answers is None:
+                return
+            yield answers
 
     def _by_host(self, batches: Iterable[Numbered], *, size: int | None, low_latency: bool) -> Iterator[Answers]:
         """Yield the answers of numbered inputs as the host decides, and keep what the policy remembers of them."""
