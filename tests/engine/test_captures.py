@@ -1,6 +1,7 @@
 """What may run concurrently on a GPU: runs that write to memory of their own alone."""
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from alight.engine.backends import Reads
 from alight.engine.backends.torch import captures, open_stages
-from alight.engine.backends.torch.captures import may_run_concurrently, reserve_streams
+from alight.engine.backends.torch.captures import Addresses, Captures, memory_use, reserve_streams
 from alight.errors import AlightError
 from alight.networks.zoo import resnet18_cifar
 
@@ -21,6 +22,7 @@ class Holds(nn.Module):
         super().__init__()
         self.register_buffer("buffer", torch.zeros(8, 4))
         self.listed, self.table = [torch.zeros(8, 4)], None
+        self.norm = nn.InstanceNorm1d(8, track_running_stats=True).train()
 
 
 def into_a_buffer(module, inputs):
@@ -67,8 +69,14 @@ def memory_of(tensor):
     return (ctypes.c_byte * (tensor.numel() * 4)).from_address(tensor.data_ptr())
 
 
-def that_fails(module, inputs):
-    raise RuntimeError("no")
+def into_what_it_makes_in_its_first_run(module, inputs):
+    if module.table is None:
+        module.table = torch.empty_like(inputs)
+    return module.table.copy_(inputs) + 1
+
+
+def by_a_norm_that_trains(module, inputs):
+    return module.norm(inputs[None])[0]
 
 
 @pytest.mark.parametrize(
@@ -81,14 +89,20 @@ def that_fails(module, inputs):
         by_an_operation_of_somebody_else,
         by_what_torch_does_not_see,
         handed_on_by_what_torch_does_not_see,
-        that_fails,
+        into_what_it_makes_in_its_first_run,
+        by_a_norm_that_trains,
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_writes_elsewhere_does_not_run_concurrently(run, inference):
     module = Holds()
     with torch.inference_mode(inference):
-        assert not may_run_concurrently(lambda inputs: run(module, inputs), [torch.randn(8, 4)])
+        assert not memory_use(lambda inputs: run(module, inputs), [torch.randn(8, 4)]).writes_own
+
+
+def test_a_run_that_fails_cannot_be_watched():
+    with pytest.raises(AlightError, match=r"the memory of a stage cannot be watched: no$"):
+        memory_use(lambda inputs: (_ for _ in ()).throw(RuntimeError("no\nnor here")), [torch.randn(8, 4)])
 
 
 def with_a_table_made_once(module, inputs):
@@ -112,7 +126,7 @@ def in_memory_that_it_allocates(module, inputs):
 def test_what_writes_to_memory_of_its_own_runs_concurrently(run):
     module = Holds()
     with torch.inference_mode():
-        assert may_run_concurrently(lambda inputs: run(module, inputs), [torch.randn(8, 4)])
+        assert memory_use(lambda inputs: run(module, inputs), [torch.randn(8, 4)]).writes_own
 
 
 def test_ordinary_networks_run_concurrently():
@@ -123,9 +137,94 @@ def test_ordinary_networks_run_concurrently():
     tokens = torch.randint(5, 100, (2, 12))
     (whole,) = open_stages(resnet18_cifar(10).eval(), [7], [Reads(())])
     with torch.inference_mode():
-        assert may_run_concurrently(whole.logits, [torch.randn(2, 3, 32, 32)])
-        assert may_run_concurrently(lambda *given: bert(*given).logits, [tokens, torch.ones_like(tokens)])
-        assert may_run_concurrently(nn.LSTM(4, 8, batch_first=True).eval(), [torch.randn(2, 5, 4)])
+        assert memory_use(whole.logits, [torch.randn(2, 3, 32, 32)]).writes_own
+        assert memory_use(lambda *given: bert(*given).logits, [tokens, torch.ones_like(tokens)]).writes_own
+        assert memory_use(nn.LSTM(4, 8, batch_first=True).eval(), [torch.randn(2, 5, 4)]).writes_own
+
+
+class Caches(nn.Module):
+    """Keeps tensors as modules do: registered, as attributes, in dicts and in lists; some it makes in its first run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("buffer", torch.ones(4))
+        self.plain, self.listed, self.cached, self.passing = torch.ones(4), [torch.ones(4)], {}, None
+
+    def forward(self, inputs):
+        if "bias" not in self.cached:
+            self.cached["bias"] = self.layer.bias * 2
+        self.passing = self.layer.weight.sum(0)  # made in every run, as by weight_norm
+        scale = torch.tensor(2.0) * self.buffer
+        return self.layer(inputs) * scale + self.plain + self.listed[0] + self.cached["bias"] + self.passing
+
+    def train(self, mode=True):
+        self.cached = {}
+        return super().train(mode)
+
+
+def followed(module, inputs, run=None):
+    addresses = Addresses([module])
+    addresses.follow(memory_use(run or module, [inputs]).outside)
+    return addresses
+
+
+@torch.inference_mode()
+def test_what_modules_keep_beside_parameters_and_buffers_is_followed():
+    inputs = torch.randn(8, 4)
+    changes = {
+        "plain": lambda module: setattr(module, "plain", torch.zeros(4)),
+        "listed": lambda module: module.listed.pop(),
+        "cached": lambda module: module.train().eval(),
+        "layer": lambda module: module.load_state_dict(Caches().state_dict(), assign=True),
+    }
+    for change in changes.values():
+        module = Caches().eval()
+        addresses = followed(module, inputs)
+        module(inputs)  # makes another `passing`, which nothing captured reads
+        assert addresses.hold(few=True)
+        assert addresses.hold(few=False)
+        change(module)
+        assert not addresses.hold(few=True)
+        assert not addresses.hold(few=False)
+
+
+@torch.inference_mode()
+def test_memory_that_no_module_holds_is_refused():
+    module, foreign = Caches().eval(), torch.ones(4)
+    with pytest.raises(AlightError, match="no parameters or buffers of its modules: register_buffer them"):
+        followed(module, torch.randn(8, 4), lambda inputs: module(inputs) + foreign)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["levit_128s", "test_vit", "test_convnext", "test_efficientnet", "crossvit_tiny_240"])
+def test_networks_of_timm_use_nothing_but_what_they_hold(name):
+    import timm
+
+    network = timm.create_model(name, num_classes=10).eval()
+    size = network.default_cfg["input_size"]
+    addresses = followed(network, torch.randn(1, *size))
+    assert addresses.hold(few=True)
+    network.train().eval()
+    assert addresses.hold(few=False) == (name != "levit_128s")  # which empties its caches then
+
+
+def test_the_first_error_of_concurrent_work_is_the_one_that_is_said(monkeypatch):
+    class Lane:
+        def wait_stream(self, other):
+            if failed:
+                raise RuntimeError("the capture is over")
+
+    def work():
+        failed.append(True)
+        raise MemoryError("this one")
+
+    failed, made = [], object.__new__(Captures)
+    made.streams = [Lane(), Lane()]
+    monkeypatch.setattr(torch.cuda, "current_stream", Lane)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with pytest.raises(MemoryError, match="this one"):
+        made.run_concurrently([work, work])
 
 
 @pytest.fixture

@@ -325,7 +325,7 @@ def test_batches_of_stages_that_write_to_memory_of_their_own_run_one_after_anoth
         return [work() for work in works]
 
     with torch.inference_mode():
-        executor = Executor(EXECUTOR.capture, EXECUTOR.compile, run_concurrently)
+        executor = Executor(lambda work: work() or Captured(work), EXECUTOR.compile, run_concurrently)
         StreamWalk(Network(*network[:3], launched), rule, (inputs[:1],), 2, executor)
     assert found == expected
 
@@ -342,7 +342,8 @@ class Interpreted(Deciding):
 def predictor_of(model, rule, size, *, decide="device", **options):
     made = Predictor(model, rule, batch_size=size, **options)
     reads = [stage.reads for stage in made.backend.stages]
-    made.backend.deciding = Interpreted(made.backend.runs, reads, made.backend.admit, torch.device("cpu"), decide)
+    given = made.backend.runs, reads, made.backend.admit, torch.device("cpu"), decide, made.backend.stages
+    made.backend.deciding = Interpreted(*given)
     made.backend.supports_single_sample = False
     return made.with_policy(rule)
 
@@ -502,7 +503,7 @@ class Queued(ByPython):
 
 @interpreted
 def test_an_interrupted_sample_is_not_answered_in_place_of_the_next(tinted, monkeypatch):
-    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Queued), None))
+    monkeypatch.setattr(Interpreted, "executor", lambda *_, **__: (Executor(Captured, Queued), None))
     found, expected = predictor_of(tinted, NEVER, 8), labels_of(tinted)
     assert alone(found, PICTURES[:4]) == expected[:4]
     Queued.interrupted = True
@@ -533,7 +534,7 @@ def test_answers_are_awaited_on_the_device_of_the_network(tinted, monkeypatch, c
             super().wait(is_done)
 
     monkeypatch.setattr(device_walk, "on", on)
-    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Watched), None))
+    monkeypatch.setattr(Interpreted, "executor", lambda *_, **__: (Executor(Captured, Watched), None))
     found = predictor_of(tinted, NEVER, 8)
     for _ in range(3):
         [*found.answers(PICTURES[:count].clone())]
@@ -544,7 +545,7 @@ def test_answers_are_awaited_on_the_device_of_the_network(tinted, monkeypatch, c
 @interpreted
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_device_that_ends_without_answers_is_named(tinted, monkeypatch, count):
-    monkeypatch.setattr(Interpreted, "executor", lambda *_: (Executor(Captured, Queued), None))
+    monkeypatch.setattr(Interpreted, "executor", lambda *_, **__: (Executor(Captured, Queued), None))
     found = predictor_of(tinted, NEVER, 8)
     for _ in range(3):
         (answers,) = found.answers(PICTURES[:count].clone())
@@ -776,3 +777,99 @@ def test_no_order_of_streams_changes_an_answer(model, inputs, table, monkeypatch
     samples, exits = (np.concatenate([getattr(each, name) for each in found]) for name in ("samples", "open_indices"))
     assert sorted(samples) == [*range(61)]
     np.testing.assert_array_equal(exits, expected[samples])
+
+
+@interpreted
+def test_under_autocast_the_host_decides(model, inputs, table):
+    rule = rules(table)["threshold"]
+    found, host = predictor_of(model, rule, 8, probabilities=True), Predictor(model, rule, probabilities=True)
+    for _ in range(2):  # before and after a walk was captured
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert np.array_equal(found(inputs).probabilities, host(inputs).probabilities)
+            assert np.array_equal(found(inputs[:1]).probabilities, host(inputs[:1]).probabilities)
+        assert "the host decides: under torch.autocast it has to, give dtype instead" in found.decided_by
+        assert np.array_equal(found(inputs).probabilities, host(inputs).probabilities)
+
+
+class Cached(Joined):
+    """A stage that keeps what it computes from its weights, as LeViT does, until it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.weight = {}, nn.Parameter(torch.ones(6))
+
+    def forward(self, features, signs):
+        if "doubled" not in self.cache:
+            self.cache["doubled"] = self.weight * 2
+        features, signs = super().forward(features, signs)
+        return features * self.cache["doubled"], signs
+
+    def train(self, mode=True):
+        self.cache = {}
+        return super().train(mode)
+
+
+@interpreted
+def test_what_a_stage_kept_is_captured_again_once_it_has_let_go_of_it(model, inputs, table):
+    rule, captures = rules(table)["threshold"], []
+    changed = MultiExitModel([model.stages[0], Cached(), model.stages[2]], model.heads).eval()
+    found = predictor_of(changed, rule, 8)
+    found.backend.deciding.executor = lambda *_, **__: (
+        Executor(lambda work: captures.append(work) or work() or Captured(work), ByPython),
+        None,
+    )
+    found(inputs)
+    count = len(captures)
+    found(inputs)
+    assert len(captures) == count > 0
+    changed.train().eval()
+    found(inputs)
+    assert len(captures) == 2 * count
+
+
+FOREIGN = {"scale": torch.ones(6)}
+
+
+class Foreign(Joined):
+    """A stage that reads what it does not hold."""
+
+    def forward(self, features, signs):
+        features, signs = super().forward(features, signs)
+        return features * FOREIGN["scale"], signs
+
+
+@interpreted
+def test_the_host_decides_where_stages_read_what_they_do_not_hold(model, inputs, table):
+    rule = rules(table)["threshold"]
+    changed = MultiExitModel([model.stages[0], Foreign(), model.stages[2]], model.heads).eval()
+    found = predictor_of(changed, rule, 8)
+    with pytest.warns(UserWarning, match="the host decides: a stage uses tensors that are no parameters or buffers"):
+        assert len(found(inputs)) == len(inputs)
+    assert not found.backend.deciding.addresses  # which would keep weights
+    assert found.decided_by.endswith("of its modules: register_buffer them")
+
+
+@interpreted
+def test_batches_of_shapes_that_are_not_captured_run_together(monkeypatch):
+    ran = []
+
+    class Second(nn.Module):
+        def forward(self, inputs):
+            ran.append(inputs.shape)
+            return inputs.tanh()
+
+    class Head(nn.Module):
+        def forward(self, inputs):
+            return inputs.mean(1, keepdim=True) * torch.arange(3.0)
+
+    monkeypatch.setattr(deciding, "SHAPES", 1)
+    rule = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5), salt=3)
+    model = MultiExitModel([nn.Tanh(), Second()], [Head(), Head()]).eval()
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(4, 5 if index % 8 == 0 else 7, generator=generator) for index in range(64)]
+    expected = Predictor(model, rule, batch_size=4).run(data, progress=False)
+    alone = sum(shape[1] == 7 for shape in ran)
+    found = predictor_of(model, rule, 4)
+    ran.clear()
+    assert np.array_equal(found.run(data, progress=False).predictions, expected.predictions)
+    assert sum(shape[1] == 7 for shape in ran) < 1.3 * alone

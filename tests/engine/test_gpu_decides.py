@@ -391,3 +391,42 @@ def test_a_network_on_another_device_than_the_current_one(small, numbers, table)
     found = Predictor(small, rule, settings=replace(DEVICE, device="cuda:1"), batch_size=32, allow_mismatch=True)
     assert_replayed(found(numbers), rule, table)
     assert_replayed(found(numbers[:9], samples=np.arange(9)), rule, table, 9)
+
+
+class Cached(nn.Module):
+    """Keeps what it computes from its weights in a dict, as LeViT does, until it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.cache = nn.Linear(8, 8), {}
+
+    def forward(self, inputs):
+        if "weight" not in self.cache:
+            self.cache["weight"] = self.linear.weight.sin()
+        return nn.functional.linear(inputs, self.cache["weight"], self.linear.bias).tanh()
+
+    def train(self, mode=True):
+        self.cache = {}
+        return super().train(mode)
+
+
+def test_answers_are_the_hosts_under_autocast_and_once_a_network_has_been_trained():
+    model = MultiExitModel([Cached(), Cached()], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval().cuda()
+    rule, inputs = Threshold((np.inf,), costs=(1.0, 2.0)), torch.randn(512, 8)
+    found, host = (Predictor(model, rule, settings=each, batch_size=64, probabilities=True) for each in (DEVICE, HOST))
+
+    def assert_alike():
+        for part in (inputs, inputs[:5], inputs[:1]):
+            np.testing.assert_allclose(found(part).probabilities, host(part).probabilities, atol=1e-5)
+
+    assert_alike()
+    assert found.decided_by == "the device decides"
+    with torch.autocast("cuda", dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_alike()
+    model.train()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(torch.randn_like(each))
+    model.eval()
+    assert_alike()

@@ -2,14 +2,14 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +26,9 @@ class Captures:
     """Captures CUDA graphs that run one after another: they share memory, and the streams of their captures."""
 
     def __init__(self, device: int, lanes: int = 1) -> None:
-        self.memory = torch.cuda.graph_pool_handle()
+        self.memory, self.device = torch.cuda.graph_pool_handle(), device
+        self.turn = Lock()  # of replays: one thread at a time
+        self.last: torch.cuda.Stream | None = None  # in which graphs were replayed
         self.streams = reserve_streams(device, lanes)  # of work that runs concurrently; the first is that of captures
         weakref.finalize(self, RESERVED.difference_update, self.streams)
 
@@ -53,6 +55,16 @@ class Captures:
             graph.instantiate()  # or newer torch does not replay it
         return graph
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Replay graphs in one thread at a time, after what others replay in streams of their own."""
+        with self.turn:
+            stream = torch.cuda.current_stream(self.device)
+            if self.last is not None and self.last != stream:
+                stream.wait_stream(self.last)
+            self.last = stream
+            yield
+
     def run_concurrently(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run functions in a stream each, and return their results; in a capture they are branches of its graph."""
         current, made = torch.cuda.current_stream(), []
@@ -63,10 +75,16 @@ class Captures:
             for lane, work in zip(lanes, works, strict=True):
                 with torch.cuda.stream(lane):
                     made.append(work())
-        finally:
-            for lane in lanes[1:]:
-                current.wait_stream(lane)
+        except BaseException:
+            with suppress(Exception):  # of a capture that is over
+                self._join(current, lanes)
+            raise
+        self._join(current, lanes)
         return made
+
+    def _join(self, current: torch.cuda.Stream, lanes: Sequence[torch.cuda.Stream]) -> None:
+        for lane in lanes[1:]:
+            current.wait_stream(lane)
 
 
 def run_sequentially(works: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -103,24 +121,40 @@ def reserve_streams(device: int, count: int) -> list[torch.cuda.Stream]:
     raise AlightError(f"{len(RESERVED)} streams are in use, which is all: drop predictors that are not needed")
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the operations of torch, and notes whether two runs at the same time could disturb each other."""
+class MemoryUse(NamedTuple):
+    """What a run does to memory that is not made in it."""
+
+    writes_own: bool  # no other than that of its inputs, so that runs at the same time cannot disturb each other
+    outside: list[Tensor]  # that it uses and was not given: weights, and whatever else modules keep
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches the operations of torch, and notes which memory they use."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = given[0].device
         self.own = _storages(given)  # memory of this run alone
         self.empty: set[int] = set()  # memory that was allocated, and that no operation has written to
+        self.outside: dict[int, Tensor] = {}  # by their memory
         self.is_safe = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(zip([each.name for each in function._schema.arguments], args, strict=False)) | (kwargs or {})
-        is_empty = function.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty")
+        operation = function.overloadpacket.__name__
+        is_empty = operation in ("empty", "empty_like", "empty_strided", "new_empty")
+        tensors = [each for each in tree_leaves(named) if isinstance(each, Tensor)]
         self.is_safe &= function.namespace in ("aten", "prims")  # others may write anywhere
-        self.is_safe &= all(
-            type(each) in (Tensor, Parameter) for each in tree_leaves(named) if isinstance(each, Tensor)
-        )
+        self.is_safe &= all(type(each) in (Tensor, Parameter) for each in tensors)
+        if operation.startswith("lift"):  # a tensor that Python has made just now
+            self.own |= _storages(tensors)
+        for each in tensors:
+            if each.device == self.device and not (place := _storages(each)) <= self.own:
+                self.outside |= dict.fromkeys(place, each)
         for argument in function._schema.arguments:
             self._look_at(argument.alias_info, _storages(named.get(argument.name)), is_empty)
+        if named.get("training") or named.get("use_input_stats"):  # of a norm, which writes its statistics
+            self.is_safe &= _storages([named.get("running_mean"), named.get("running_var")]) <= self.own
         made = function(*args, **(kwargs or {}))
         new = _storages(made) - _storages(named)
         self.own |= new
@@ -136,19 +170,77 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.is_safe &= not places & self.empty
 
 
-def may_run_concurrently(run: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
-    """Return whether runs at the same time cannot disturb each other: each writes to memory of its own alone.
+def memory_use(run: Callable[..., Any], inputs: Sequence[Tensor]) -> MemoryUse:
+    """Return what a run does to memory; raise if it cannot be watched.
 
-    It runs once, operation by operation. What writes to memory without telling torch, such as a kernel of Triton or of
-    an extension, is noticed where it fills memory that torch has allocated.
+    It runs twice: first as always, for some modules make in their first run what they keep, then operation by
+    operation. What writes to memory without telling torch, such as a kernel of Triton or of an extension, is noticed
+    where it fills memory that torch has allocated.
     """
     try:
-        with _Writes(inputs) as seen:
+        run(*(each.clone() for each in inputs))
+        with _Watch(inputs) as seen:
             made = run(*inputs)
-    except Exception:  # of an operation that cannot be watched
-        return False
-    return seen.is_safe and not _storages(made) & seen.empty
+    except Exception as error:  # of an operation that cannot be watched
+        raise AlightError(f"the memory of a stage cannot be watched: {str(error).partition(chr(10))[0]}") from error
+    return MemoryUse(seen.is_safe and not _storages(made) & seen.empty, [*seen.outside.values()])
 
 
 def _storages(tree: Any) -> set[int]:
     return {each.untyped_storage()._cdata for each in tree_leaves(tree) if isinstance(each, Tensor)}
+
+
+class Addresses:
+    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.parts = [part for module in modules for part in module.modules()]
+        self.every: list[tuple[dict[str, Any], str, int]] = []  # what holds a tensor, its name there, where it lies
+        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
+        self.kept: list[Tensor] = []  # so that no one else gets their memory
+        self.others: list[tuple[dict[str, Any], tuple[Any, ...], int]] = []  # what is not registered, and the way there
+        for module in modules:
+            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
+            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
+            self.kept += [each.detach() for _, _, each in own]
+            places = [(table, name, each.data_ptr()) for table, name, each in own]
+            self.every += places
+            self.few += places[:1] + places[-1:]
+
+    def follow(self, used: Sequence[Tensor]) -> None:
+        """Look at what captured work uses beside parameters and buffers, too; raise if no module holds it.
+
+        Whatever else holds it may let go of it, and captured work would go on using that memory.
+        """
+        others = _storages(used) - _storages(self.kept)
+        for table in map(vars, self.parts) if others else ():
+            for name, held in table.items():
+                ways = [((name,), held), *(((name, key), each) for key, each in _items(held))]
+                own = [(way, each) for way, each in ways if isinstance(each, Tensor) and _storages(each) <= others]
+                self.others += [(table, way, each.data_ptr()) for way, each in own]
+                self.kept += [each.detach() for _, each in own]
+        if not others <= _storages(self.kept):
+            raise AlightError(
+                "a stage uses tensors that are no parameters or buffers of its modules: register_buffer them"
+            )
+
+    def hold(self, *, few: bool) -> bool:
+        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
+        for table, name, place in self.few if few else self.every:
+            if (each := table.get(name)) is None or each.data_ptr() != place:
+                return False
+        return all(_address(table, way) == place for table, way, place in self.others)
+
+
+def _items(held: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and values of a dict, positions and values of a list; nothing of what is neither."""
+    return held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+
+
+def _address(held: Any, way: tuple[Any, ...]) -> int | None:
+    """Return where the tensor lies that is held so; None if there is none."""
+    for key in way:
+        held = held.get(key) if isinstance(held, dict) else held[key] if key < len(held) else None
+        if not isinstance(held, dict | list | Tensor):
+            return None
+    return held.data_ptr() if isinstance(held, Tensor) else None

@@ -16,7 +16,7 @@ from torch import nn
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
-from alight.engine.backends.torch.captures import Captures, stream_for
+from alight.engine.backends.torch.captures import Addresses, Captures, stream_for
 from alight.engine.backends.torch.device_walk import (
     WIDEST,
     BatchWalk,
@@ -31,7 +31,7 @@ from alight.engine.backends.torch.device_walk import (
     same_rule,
     slots_and_group,
 )
-from alight.engine.backends.torch.prepare import SHAPES, Addresses
+from alight.engine.backends.torch.prepare import SHAPES
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
 
@@ -114,7 +114,7 @@ class Deciding:
         None where `one_batch` has to look at it. The weights are looked at while it runs.
         """
         kind = self.known.get(layout := laid_out(inputs))
-        if kind is None or torch.is_autocast_enabled("cuda"):
+        if kind is None or torch.is_autocast_enabled(self.device.type):
             return None
         addresses = [each.data_ptr() for each in inputs]
         if any(each % WIDEST for each in addresses) or (walk := self._ready(kind, policy)) is None:
@@ -155,15 +155,19 @@ class Deciding:
 
     def _refuses(self, policy: Policy, missing: str) -> bool:
         """Return whether the host has to decide, and note why."""
-        if not missing and is_decidable(policy):
-            return False
-        self.reasons[type(policy)] = f"the host decides: {missing or f'{type(policy).__name__} needs it'}"
-        return True
+        if not missing and not is_decidable(policy):
+            missing = f"{type(policy).__name__} needs it"
+        if not missing and torch.is_autocast_enabled(self.device.type):  # of which what is captured knows nothing
+            missing = "under torch.autocast it has to, give dtype instead"
+        if missing:
+            self.reasons[type(policy)] = f"the host decides: {missing}"
+        return bool(missing)
 
     def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
         """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
         first, batches = _window(batches, self.window * size)
         taken: dict[Any, StreamWalk] = {}
+        others: list[Batch] = []  # that no walk takes; the host decides about several together
 
         def walk_of(batch: Batch) -> StreamWalk | None:
             if (kind := _kind(batch, size)) not in taken:
@@ -180,18 +184,23 @@ class Deciding:
                 return
             for batch in chain(first, batches):
                 if (walk := walk_of(batch)) is None:
-                    yield from host(iter([batch]))
+                    others.append(batch)
+                    if len(others) == self.window:
+                        yield from host(_emptied(others))
                     continue
                 walk.push(*batch)
                 yield from walk.fetched()
             for walk in taken.values():
                 walk.end()
             yield from _fetched(taken.values())
+            yield from host(_emptied(others))
         except Exception:  # of a loader: what came before is answered, unless that fails too
             with suppress(Exception):
                 for walk in taken.values():
                     walk.end()
             yield from _fetched(taken.values())
+            with suppress(Exception):
+                yield from host(_emptied(others))
             raise
         finally:
             for kind, walk in taken.items():
@@ -212,6 +221,12 @@ class Deciding:
         with self.lock:
             if kind in self.busy:
                 return None
+            if kind not in self.walks and len(self.walks) >= SHAPES:
+                self.reasons[None] = (
+                    f"the host decides about batches of further shapes, {SHAPES} are captured: give images of few"
+                    " sizes, texts of few lengths, such as multiples of 16 tokens"
+                )
+                return None
             self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
             walk = self.walks.get(kind)
             fits = walk is None or (same_rule(walk.policy, policy) and self.addresses[kind].hold(few=kind[1]))
@@ -221,25 +236,22 @@ class Deciding:
                 with on(self.device):
                     self.addresses[kind] = Addresses(self.modules)
                     walk = self.walks[kind] = self._captured(kind, policy, batches, host)
-            if walk is not None:
-                self.busy.add(kind)
-                if walk.policy is not policy:
-                    walk.use(policy)
+            if walk is None:
+                self.addresses.pop(kind, None)  # which keeps tensors
+                return None
+            self.busy.add(kind)
+            if walk.policy is not policy:
+                walk.use(policy)
             return walk
 
     def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
-        if kind not in self.walks and len(self.walks) >= SHAPES:
-            self.reasons[None] = (
-                f"the host decides about batches of further shapes, {SHAPES} are captured: give images of few sizes,"
-                " texts of few lengths, such as multiples of 16 tokens"
-            )
-            return None
         size, alone, *_ = kind
         try:
             executor, uploading = self.executor(1 if alone else slots_and_group(size)[1], alone=alone)
             given = (self.network, policy, batches[0][1], size, executor)
             walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
+            self.addresses[kind].follow(walk.outside)
             ours = _shortest(partial(_run, walk, batches))
         except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
             with suppress(RuntimeError):
@@ -282,6 +294,13 @@ def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterat
     except Exception as error:
         return first, (_raised(each) for each in [error])
     return first, batches
+
+
+def _emptied(batches: list[Batch]) -> Iterator[Batch]:
+    """Return an iterator over batches of a list, which is empty from now on."""
+    given = iter([*batches])
+    batches.clear()
+    return given
 
 
 def _raised(error: Exception) -> Batch:

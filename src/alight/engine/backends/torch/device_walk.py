@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.captures import may_run_concurrently, run_sequentially
+from alight.engine.backends.torch.captures import memory_use, run_sequentially
 from alight.engine.backends.torch.conditional import Choose, Condition, Program, Run
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
@@ -130,6 +130,7 @@ class DeviceWalk:
             self.numbers = [self.ties.new_tensor(each) for each in numbers]
         self.rooms = [Room(_repeated(example, capacity), (), None, self.integers(capacity))]
         self.graphs: dict[Any, Any] = {}
+        self.operations, self.outside = network.launched, list[Tensor]()  # of stages; what they use and were not given
 
     def use(self, policy: Policy) -> None:
         """Decide by the numbers of this policy from now on; its rule must be that of the first one."""
@@ -153,6 +154,14 @@ class DeviceWalk:
             raise AlightError(f"stage {stage} hands on a tensor of {others.pop()} rows for {self.size} samples")
         count = self.capacity
         self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
+
+    def _writes_own(self, stage: int) -> bool:
+        """Return whether a stage writes to no other memory than its own, and note what else it uses."""
+        if not self.operations:
+            return False
+        use = memory_use(self.operations[stage], [each[: self.size] for each in self.rooms[stage].state])
+        self.outside += use.outside
+        return use.writes_own
 
     def _capture(
         self,
@@ -323,6 +332,7 @@ class BatchWalk(DeviceWalk):
             (answered, waiting), after = counts[stage], counts[stage + 1]
             if stage < self.last:
                 self._add_room(stage)
+            self._writes_own(stage)
             for each in self.sizes:
                 self._capture(executor, stage, each, 0, Counts(waiting, answered, self.nobody, after, after))
             if size == 1:
@@ -432,7 +442,8 @@ class StreamWalk(DeviceWalk):
         for stage in range(stages):
             if stage < self.last:
                 self._add_room(stage)
-            run_all = self._way_to_run(network, stage, executor)
+            is_apart = self._writes_own(stage)  # and concurrent: a few samples leave most of a GPU idle
+            run_all = executor.run_concurrently if self.group > 1 and is_apart else run_sequentially
             for count in dict.fromkeys([1, self.group]):
                 for slot in range(0, self.slots, count):
                     before, last = counts[stage, slot - 1], slot + count - 1  # counts of the batch before, and the slot
@@ -447,13 +458,6 @@ class StreamWalk(DeviceWalk):
         self.stream: Any = None  # in which stages run
         self.turn = 0  # the stage that ran last
         self.reset()
-
-    def _way_to_run(self, network: Network, stage: int, executor: Executor) -> RunAll:
-        """Return what runs a group of batches: concurrently if they can, for a few samples leave most of a GPU idle."""
-        batch = [each[: self.size] for each in self.rooms[stage].state]
-        if self.group > 1 and network.launched and may_run_concurrently(network.launched[stage], batch):
-            return executor.run_concurrently
-        return run_sequentially
 
     def reset(self) -> None:
         """Let no sample wait, as after an error."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from alight.data.batches import as_tensor
 from alight.engine.backends import State
-from alight.engine.backends.torch.captures import WARMING, Captures
+from alight.engine.backends.torch.captures import WARMING, Addresses, Captures, memory_use
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel, all_close, exit_logits
@@ -234,6 +234,14 @@ class Graphed:
 
     def __call__(self, *state: Tensor) -> Any:
         """Return what the stage makes of these tensors."""
+        if not torch.is_autocast_enabled(state[0].device.type):  # of which graphs know nothing
+            with self.captures.in_turn():  # stages share memory, and all threads have one graph
+                if (captured := self._graph_for(state)) is not None:
+                    return self._replayed(captured, state)
+        return self.run(*state)
+
+    def _graph_for(self, state: Sequence[Tensor]) -> Captured | None:
+        """Return what replays such a batch, captured now if need be; None where it is launched kernel by kernel."""
         count = len(state[0])
         self.size = size = self.size or count
         if not self.addresses.hold(few=count == 1):
@@ -245,8 +253,10 @@ class Graphed:
             with torch.cuda.device(state[0].device):
                 self.captured[shape] = self._captured(state)
         captured = self.captured.get(shape)
-        if captured is None or count > size or (count < size and not captured.fast):
-            return self.run(*state)
+        return None if captured is None or count > size or (count < size and not captured.fast) else captured
+
+    def _replayed(self, captured: Captured, state: Sequence[Tensor]) -> Any:
+        count, size = len(state[0]), len(captured.given[0])
         with torch.cuda.device(state[0].device):
             for there, each in zip(captured.given, state, strict=True):
                 (there if count == size else there[:count]).copy_(each)
@@ -263,36 +273,15 @@ class Graphed:
 
         try:
             graph = self.captures.capture(run)
-        except RuntimeError as error:
+            for module in self.modules:
+                self.addresses.follow(memory_use(getattr(module, "logits", module), given).outside)
+        except (RuntimeError, AlightError) as error:
             raise AlightError(
                 f"stage {self.index} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
                 " run it with graphs=False"
             ) from error
         replaying = min(_seconds(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
         return Captured(graph, given, made[0], replaying < min(launching[:WARMING]))
-
-
-class Addresses:
-    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.every: list[tuple[dict[str, Any], str, int]] = []
-        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
-        self.kept: list[Tensor] = []  # so that no one else gets their memory
-        for module in modules:
-            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
-            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
-            self.kept += [each.detach() for _, _, each in own]
-            places = [(table, name, each.data_ptr()) for table, name, each in own]
-            self.every += places
-            self.few += places[:1] + places[-1:]
-
-    def hold(self, *, few: bool) -> bool:
-        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
-        for table, name, place in self.few if few else self.every:
-            if (each := table.get(name)) is None or each.data_ptr() != place:
-                return False
-        return True
 
 
 def _first_rows(made: Tensor, count: int, size: int) -> Tensor:
