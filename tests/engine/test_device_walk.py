@@ -873,3 +873,14 @@ def test_batches_of_shapes_that_are_not_captured_run_together(monkeypatch):
     ran.clear()
     assert np.array_equal(found.run(data, progress=False).predictions, expected.predictions)
     assert sum(shape[1] == 7 for shape in ran) < 1.3 * alone
+
+
+@interpreted
+def test_what_leaves_less_memory_than_it_takes_is_not_kept(model, inputs, table, monkeypatch):
+    rule, free = rules(table)["threshold"], iter([9 * 2**30, 4 * 2**30])
+    monkeypatch.setattr(Interpreted, "_free_memory", lambda _: next(free))
+    found = predictor_of(model, rule, 8, decide="auto")
+    assert np.array_equal(found(inputs).exits, replay(rule, table).exits)
+    assert found.decided_by == (
+        "the host decides: captured batches of 8 take 5,368,709,120 bytes, and leave 4,294,967,296 free"
+    )

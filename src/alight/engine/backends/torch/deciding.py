@@ -33,6 +33,7 @@ from alight.engine.backends.torch.device_walk import (
 )
 from alight.engine.backends.torch.prepare import SHAPES
 from alight.engine.walk import Answers
+from alight.errors import AlightError
 from alight.policies.policy import Policy
 
 Batch = tuple[Integers, State]  # sample numbers, and inputs as they came
@@ -247,16 +248,20 @@ class Deciding:
     def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
         size, alone, *_ = kind
+        walk: DeviceWalk | None = None
         try:
             executor, uploading = self.executor(1 if alone else slots_and_group(size)[1], alone=alone)
-            given = (self.network, policy, batches[0][1], size, executor)
-            walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
+            given, free = (self.network, policy, batches[0][1], size, executor), self._free_memory()
+            walk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
             self.addresses[kind].follow(walk.outside)
             ours = _shortest(partial(_run, walk, batches))
+            if (left := self._free_memory()) < free - left and self.decide == "auto":  # the host may need as much
+                raise AlightError(f"captured batches of {size} take {free - left:,} bytes, and leave {left:,} free")
         except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
+            walk, reason = None, f"the host decides: {str(error).partition(chr(10))[0]}"
+        if walk is None:
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
-            reason = f"the host decides: {str(error).partition(chr(10))[0]}"
             if self.decide == "device":
                 warnings.warn(reason, stacklevel=2)
             self.reasons[kind] = reason
@@ -275,6 +280,10 @@ class Deciding:
             f" {high:.3g} ms"
         )
         return walk if ours < theirs else None
+
+    def _free_memory(self) -> float:
+        """Return how many bytes of the device nobody has."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else inf
 
     def executor(self, lanes: int, *, alone: bool) -> tuple[Executor, Any]:
         """Return what captures and runs a walk, of concurrent batches or of one alone, and a stream for copies."""
