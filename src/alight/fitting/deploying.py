@@ -161,7 +161,7 @@ def deploy(
 
     Args:
         model: A `MultiExitModel` with trained heads.
-        data: Labelled samples that trained nothing, as `record` takes them; read several times.
+        data: Labelled samples that trained nothing and chose no exits of `policy`, as `record` takes them; read often.
         folder: To write.
         policy: Calibrated on the original: its exits stay open, its method, budget and guarantee are used again.
         budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
