@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,27 @@ def test_padding_is_refused_for_a_network_that_was_cut_without_a_mask(tmp_path):
     assert encode(["where is my card ?"] * 2)["input_ids"].shape[0] == 2
     with pytest.raises(BadInput, match="texts of different lengths are padded, and the network was cut without 'att"):
         encode(["where is my card ?", "card"])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_texts_are_padded_to_a_multiple_of_tokens_but_to_no_more_than_a_text_may_have(side, tmp_path):
+    tiny(tmp_path, padding_side=side)
+    of_four = replace(spec(), token_multiple=4)
+    lengths = {1: 4, 2: 4, 3: 8, 6: 8, 7: 11, 30: 11}  # words, and tokens with those of start and end
+    for words, length in lengths.items():
+        texts = [" ".join(words * ["card"]), "card"]
+        plain, found = Texts(tmp_path, spec(), 11)(texts), Texts(tmp_path, of_four, 11)(texts)
+        own = plain["input_ids"].shape[1]
+        assert {each.shape for each in found.values()} == {(2, length)}
+        for name, rows in found.items():
+            kept, added = (rows[:, -own:], rows[:, :-own]) if side == "left" else (rows[:, :own], rows[:, own:])
+            assert np.array_equal(kept, plain[name])
+            assert not added.any()  # the index of [PAD] is 0, too
+    columns = {"input_ids": [[2, 3, 4], [2, 3]], "attention_mask": [[1, 1, 1], [1, 1]]}
+    assert Texts(tmp_path, of_four, 11).pad(columns)["attention_mask"].sum(axis=1).tolist() == [3, 2]
+    assert Texts(tmp_path, of_four, 11).pad(columns)["input_ids"].shape == (2, 4)
+    without_mask = replace(spec(("input_ids",)), token_multiple=4)
+    assert Texts(tmp_path, without_mask, 11)(["card"])["input_ids"].shape == (1, 3)
 
 
 def test_a_network_without_tokenizer_or_without_texts_says_so(folder):

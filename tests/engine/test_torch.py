@@ -10,14 +10,16 @@ from exported import ALL_COSTS, images, middle, network, table
 from torch import nn
 
 from alight import HeadOutputs, Predictor, replay
+from alight.data.preprocess import InputSpec
 from alight.engine import walk
+from alight.engine.backends.torch import in_few_lengths
 from alight.engine.backends.torch.values import OnDevice
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
-from alight.policies.policy import ExitAt, Threshold
+from alight.policies.policy import ExitAt, Lottery, Threshold
 
 
 def thresholds(share):
@@ -53,6 +55,39 @@ def test_texts_of_unlike_length_keep_their_masks_when_they_are_rebatched(batch_s
     logs = recorded.top_log_probabilities[np.arange(400), decisions.exits, 0]
     np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
     assert all(torch.equal(texts[name], before[name]) for name in texts)
+
+
+def test_texts_are_answered_alike_in_few_lengths(tmp_path):
+    torch.manual_seed(0)
+    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(str, range(40))])}
+    tokenizer = transformers.BertTokenizerFast(vocab=words, model_max_length=32)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(words), num_labels=5, initializer_range=0.5, **sizes)
+    example = {name: torch.ones(2, 9, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    model = attach_heads(transformers.BertForSequenceClassification(config).eval(), after=2, example=example)
+    model.tokenizer = tokenizer
+    rng = np.random.default_rng(0)
+    texts = [" ".join(map(str, rng.integers(0, 40, size=length))) for length in rng.integers(1, 40, size=200)]
+    rule = Lottery(costs=(1.0, 2.0, 3.0), exit_rates=(0.3, 0.3, 0.4))
+    one, other = (Predictor(model, rule, batch_size=7, probabilities=True) for _ in range(2))
+    other.backend.inputs = in_few_lengths(model.input_spec, torch.device("cuda"), RunSettings())
+    expected = one(texts)
+    seen = other.place(texts, 200)[0].shape[1]
+    found = other(texts)
+    assert seen == 32
+    assert_equal(found, expected)
+    np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
+
+
+def test_texts_have_few_lengths_where_a_gpu_may_decide_about_them():
+    gpu, texts = torch.device("cuda"), InputSpec(names=("input_ids", "attention_mask"))
+    assert in_few_lengths(texts, gpu, RunSettings()).token_multiple > 1
+    for spec, device, settings in [
+        (texts, torch.device("cpu"), RunSettings()),
+        (texts, gpu, RunSettings(decide="host")),
+        (InputSpec(), gpu, RunSettings()),
+    ]:
+        assert in_few_lengths(spec, device, settings) is spec
 
 
 def test_closed_exits_are_not_evaluated_and_the_rest_of_the_network_is_not_run():

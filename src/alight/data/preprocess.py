@@ -110,6 +110,7 @@ class InputSpec:
     classes: tuple[str, ...] = ()  # their names, where known
     num_classes: int | None = None
     tokenizer: Any = None  # of its texts: the folder of one, or a tokenizer of transformers
+    token_multiple: int = field(default=1, compare=False)  # of which padded texts have as many tokens, so few lengths
     free: tuple[tuple[int, ...], ...] = field(default=(), compare=False)  # axes of each tensor that take any size
     loaded: dict[int, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # tokenizer, by length
 

@@ -36,7 +36,8 @@ class Texts:
     """A tokenizer: texts in, arrays by name out, as many tokens as the longest has, or `max_tokens`.
 
     It is the folder of one or a tokenizer of transformers. `Texts(folder, model.input_spec)(["Where is my card?"])` has
-    the ids that transformers' own tokenizer gives.
+    the ids that transformers' own tokenizer gives. Where the network reads a mask, lengths are rounded up to a multiple
+    of `spec.token_multiple`.
     """
 
     def __init__(self, tokenizer: Any, spec: InputSpec, max_tokens: int = MAX_TOKENS) -> None:
@@ -47,6 +48,7 @@ class Texts:
             raise BadInput(f"the network takes {unknown[0]!r}, which a tokenizer does not give: give arrays")
         self._names = spec.names
         self._encode = _encoder(tokenizer, max_tokens)
+        self._multiple = spec.token_multiple if MASK in spec.names else 1
 
     @property
     def is_thread_safe(self) -> bool:
@@ -63,14 +65,25 @@ class Texts:
                 f"texts of different lengths are padded, and the network was cut without {MASK!r}, so it would read the"
                 " padding: attach heads with an example that has it, or give texts of one length"
             )
-        return {name: columns[name] for name in self._names}
+        return self._rounded_up({name: columns[name] for name in self._names})
 
     def pad(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
         """Return tokens of texts of different lengths, by name, as arrays of the longest's, padded by the tokenizer."""
         if MASK not in columns:
             raise BadInput(f"tokens of different lengths without {MASK!r}: keep what the tokenizer gives, or pad them")
         filler, left = self._encode.padding
-        return {name: padded(rows, filler if name == IDS else 0, left) for name, rows in columns.items()}
+        return self._rounded_up(
+            {name: padded(rows, filler if name == IDS else 0, left) for name, rows in columns.items()}
+        )
+
+    def _rounded_up(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return texts padded to the next multiple of tokens, but to no more than a text may have."""
+        length, (filler, left) = next(iter(columns.values())).shape[1], self._encode.padding
+        more = min(-(-length // self._multiple) * self._multiple, self._encode.length) - length
+        if more <= 0:
+            return columns
+        width = ((0, 0), (more, 0) if left else (0, more))
+        return {name: np.pad(rows, width, constant_values=filler * (name == IDS)) for name, rows in columns.items()}
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, left: bool = False) -> np.ndarray:
@@ -142,10 +155,8 @@ class _Encoder:
         except Exception as error:  # of Rust, without a type of its own
             raise BadFile(folder, f"its tokenizer is damaged ({error})", "save it again") from error
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(
-            min(max_tokens, config.get("model_max_length") or max_tokens),
-            direction=config.get("truncation_side", "right"),
-        )
+        self.length = min(max_tokens, config.get("model_max_length") or max_tokens)
+        self._tokenizer.enable_truncation(self.length, direction=config.get("truncation_side", "right"))
         pad = config.get("pad_token") or ""
         filler = self._tokenizer.token_to_id(pad["content"] if isinstance(pad, dict) else pad) or 0
         self.padding = filler, config.get("padding_side") == "left"
@@ -163,7 +174,7 @@ class _OfTransformers:
     """A tokenizer of transformers that gives arrays as long as the longest text."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        self._tokenizer, self._length = tokenizer, min(max_tokens, tokenizer.model_max_length)
+        self._tokenizer, self.length = tokenizer, min(max_tokens, tokenizer.model_max_length)
         self.padding = int(tokenizer.pad_token_id or 0), tokenizer.padding_side == "left"
 
     def __call__(self, texts: list[str]) -> Mapping[str, np.ndarray]:
@@ -171,7 +182,7 @@ class _OfTransformers:
             texts,
             padding=True,
             truncation=True,
-            max_length=self._length,
+            max_length=self.length,
             return_tensors="np",
             return_attention_mask=True,
             return_token_type_ids=True,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.data.batches import as_tensor
-from alight.data.preprocess import Normalisation
+from alight.data.preprocess import InputSpec, Normalisation
 from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
 from alight.engine.backends.torch.deciding import Deciding
@@ -29,6 +30,7 @@ from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel, advance, check_has_exits, read
 from alight.networks.store import fingerprint
 
+TOKENS = 32  # texts are padded to a multiple of so many where a GPU decides: each length takes a walk of its own
 IN_FLIGHT = 2  # batches whose values are awaited while others run: enough to keep a GPU from idling
 
 
@@ -87,6 +89,13 @@ def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequenc
     return stages
 
 
+def in_few_lengths(spec: InputSpec, device: torch.device, settings: RunSettings) -> InputSpec:
+    """Return what a network takes, its texts in few lengths where a GPU may decide about them."""
+    if device.type != "cuda" or settings.decide == "host" or not spec.takes_texts:
+        return spec
+    return replace(spec, token_multiple=TOKENS)
+
+
 class TorchBackend:
     """The stages of a network with exits between the exits that are open."""
 
@@ -109,7 +118,8 @@ class TorchBackend:
         if self.settings.decide == "device" and self.device.type != "cuda":
             raise BadInput(f"a GPU can decide and the network runs on {self.device}: leave decide out")
         self.model = prepared(model, self.settings)
-        self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
+        self.inputs = in_few_lengths(model.input_spec, self.device, self.settings)
+        self.exits, self.open_exits = model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
         self.unproven = model if self.settings.dtype or self.settings.channels_last else None

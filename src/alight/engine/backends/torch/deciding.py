@@ -225,7 +225,7 @@ class Deciding:
             if kind not in self.walks and len(self.walks) >= SHAPES:
                 self.reasons[None] = (
                     f"the host decides about batches of further shapes, {SHAPES} are captured: give images of few"
-                    " sizes, texts of few lengths, such as multiples of 16 tokens"
+                    " sizes, tokens of few lengths, such as multiples of 32"
                 )
                 return None
             self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
