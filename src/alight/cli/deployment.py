@@ -106,8 +106,8 @@ def _write_triton(folder: Path, repository: str | None) -> None:
         write_triton(folder, repository)
 
 
-def _deployed(options: argparse.Namespace) -> CommandResult:
-    """Write a network in lower precision, with a policy that is calibrated on it."""
+def _precision_wanted(options: argparse.Namespace) -> str:
+    """Return the precision in which a network is to be deployed, if the other options go with it."""
     precision, *others = options.precision or [FLOAT32]
     if others:
         raise BadInput(f"{precision} and {others[0]} are two precisions: give one of them")
@@ -121,6 +121,12 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     if options.triton and options.runtime == OPENVINO:
         raise BadInput("Triton runs stages by onnxruntime, for which the policy is not calibrated then: leave one out")
     check_data(options.data, options.tokenizer)
+    return str(precision)
+
+
+def _deployed(options: argparse.Namespace) -> CommandResult:
+    """Write a network in lower precision, with a policy that is calibrated on it."""
+    precision = _precision_wanted(options)
     goal = named(options, "budget", "max_accuracy_loss")
     asked = options.policy or (goal["budget"] is None and goal["max_accuracy_loss"] is None)
     policy = load_policy(policy_of(options.model, options.policy)) if asked else None
