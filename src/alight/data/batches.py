@@ -593,12 +593,12 @@ def prefetch(source: Iterable[Any]) -> Iterator[Any]:
     [0, 1, 2, 3, 4]
     """
     items, end = iter(source), object()
-    own: list[int] = []  # the thread that fetches; the garbage collector may end this generator there
-    thread = ThreadPoolExecutor(1, "alight-prefetch", initializer=lambda: own.append(get_ident()))
+    thread = ThreadPoolExecutor(1, "alight-prefetch")
+    own = thread.submit(get_ident)  # the thread that fetches; the garbage collector may end this generator there
     try:
         futures = deque(thread.submit(next, items, end) for _ in range(AHEAD))
         while (item := futures.popleft().result()) is not end:
             futures.append(thread.submit(next, items, end))
             yield item
     finally:
-        thread.shutdown(wait=get_ident() not in own, cancel_futures=True)
+        thread.shutdown(wait=get_ident() != own.result(), cancel_futures=True)
