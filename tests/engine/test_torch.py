@@ -70,24 +70,14 @@ def test_texts_are_answered_alike_in_few_lengths(tmp_path):
     texts = [" ".join(map(str, rng.integers(0, 40, size=length))) for length in rng.integers(1, 40, size=200)]
     rule = Lottery(costs=(1.0, 2.0, 3.0), exit_rates=(0.3, 0.3, 0.4))
     one, other = (Predictor(model, rule, batch_size=7, probabilities=True) for _ in range(2))
-    other.backend.inputs = in_few_lengths(model.input_spec, torch.device("cuda"), RunSettings())
+    other.backend.inputs = in_few_lengths(model.input_spec)
     expected = one(texts)
     seen = other.place(texts, 200)[0].shape[1]
     found = other(texts)
     assert seen == 32
+    assert in_few_lengths(InputSpec()).token_multiple == 1
     assert_equal(found, expected)
     np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
-
-
-def test_texts_have_few_lengths_where_a_gpu_may_decide_about_them():
-    gpu, texts = torch.device("cuda"), InputSpec(names=("input_ids", "attention_mask"))
-    assert in_few_lengths(texts, gpu, RunSettings()).token_multiple > 1
-    for spec, device, settings in [
-        (texts, torch.device("cpu"), RunSettings()),
-        (texts, gpu, RunSettings(decide="host")),
-        (InputSpec(), gpu, RunSettings()),
-    ]:
-        assert in_few_lengths(spec, device, settings) is spec
 
 
 def test_closed_exits_are_not_evaluated_and_the_rest_of_the_network_is_not_run():

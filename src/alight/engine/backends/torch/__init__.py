@@ -89,11 +89,9 @@ def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequenc
     return stages
 
 
-def in_few_lengths(spec: InputSpec, device: torch.device, settings: RunSettings) -> InputSpec:
-    """Return what a network takes, its texts in few lengths where a GPU may decide about them."""
-    if device.type != "cuda" or settings.decide == "host" or not spec.takes_texts:
-        return spec
-    return replace(spec, token_multiple=TOKENS)
+def in_few_lengths(spec: InputSpec) -> InputSpec:
+    """Return what a network takes, its texts padded to few lengths."""
+    return replace(spec, token_multiple=TOKENS) if spec.takes_texts else spec
 
 
 class TorchBackend:
@@ -118,7 +116,8 @@ class TorchBackend:
         if self.settings.decide == "device" and self.device.type != "cuda":
             raise BadInput(f"a GPU can decide and the network runs on {self.device}: leave decide out")
         self.model = prepared(model, self.settings)
-        self.inputs = in_few_lengths(model.input_spec, self.device, self.settings)
+        may_decide = self.device.type == "cuda" and self.settings.decide != "host"
+        self.inputs = in_few_lengths(model.input_spec) if may_decide else model.input_spec
         self.exits, self.open_exits = model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
