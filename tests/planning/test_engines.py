@@ -7,13 +7,14 @@ import pytest
 import torch
 from exported import images, network, older_exporter, policy, table
 
-from alight import Predictor, RunSettings, compare_runtimes, tune_speed
+from alight import Costs, Predictor, RunSettings, compare_runtimes, load_policy, tune_speed
 from alight.engine.manifest import Manifest
 from alight.errors import AlightError, BadInput
 from alight.planning import engines
+from alight.planning import plan as planning
 from alight.planning.engines import RuntimeComparison, RuntimeTrial
-from alight.planning.plan import plan
 from alight.policies.policy import ExitAt
+from alight.policies.route import replay
 
 ONE = RunSettings(threads=1)
 
@@ -36,7 +37,9 @@ def test_every_installed_runtime_runs_with_exits_and_without(compared):
 
 def test_the_fastest_is_written_and_decides_like_the_network(compared, tmp_path):
     trials = (RuntimeTrial("torch", "with exits", 9.0), RuntimeTrial("onnxruntime", "with exits", 5.0))
-    found = RuntimeComparison((*trials, RuntimeTrial("onnxruntime", "full network", 3.0)), 64, network(), policy())
+    found = RuntimeComparison(
+        (*trials, RuntimeTrial("onnxruntime", "full network", 3.0)), 64, network(), {"onnxruntime": policy()}
+    )
     with older_exporter():
         made = found.export(tmp_path / "made")
     assert Manifest.load(made).runtime == "onnxruntime"
@@ -44,7 +47,7 @@ def test_the_fastest_is_written_and_decides_like_the_network(compared, tmp_path)
     decided = Predictor.load(made, settings=ONE)(images(), np.arange(len(images())))
     assert (decided.exits == expected.exits).all()
     with pytest.raises(AlightError, match="no exported runtime was compared"):
-        RuntimeComparison(trials[:1], 64, network(), policy()).export(tmp_path / "other")
+        RuntimeComparison(trials[:1], 64, network(), {"torch": policy()}).export(tmp_path / "other")
 
 
 def test_a_runtime_that_is_faster_by_noise_alone_is_as_fast_as_the_next():
@@ -63,13 +66,70 @@ def test_a_runtime_that_fails_is_named_and_the_others_count(monkeypatch):
     assert "onnxruntime: does not run: no operator for that" in str(found)
 
 
-def test_a_plan_runs_by_other_runtimes_too(short_trials):
+def planned(monkeypatch, own_times, **goal):
+    """A plan with every runtime, of which the exported ones have these times of stages."""
+    heads = [0.01, 0.01, 0.01, 0.0]
+    costs = {name: Costs(stages, heads, "ms") for name, stages in own_times.items()}
+    monkeypatch.setattr(planning, "runtime_costs", lambda *_: costs)
+    monkeypatch.setattr(planning, "walking_costs", lambda *_: Costs([1.0, 1.0, 1.0, 1.0], heads, "ms"))
     with older_exporter():
-        terms = {"batch_size": 16, "example": torch.from_numpy(images()[:16]), "settings": ONE}
-        found = plan(network(), table(), speed="runtimes", max_accuracy_loss=0.3, progress=False, **terms)
-    assert {"torch", "onnxruntime"} <= {each.runtime for each in found.runtimes.ranked}
-    assert found.runtimes.policy is found.policy
+        terms = {"batch_size": 16, "example": torch.from_numpy(images()[:16]), "settings": ONE, "progress": False}
+        return planning.plan(network(), table(), speed="runtimes", **goal, **terms)
+
+
+def test_each_runtime_is_planned_for_by_its_own_times(short_trials, monkeypatch, tmp_path):
+    even, late = [1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 9.0]
+    names = engines.installed_runtimes()
+    found = planned(monkeypatch, dict(zip(names, [even, late], strict=False)), budget="60%")
+    assert {each.runtime for each in found.runtimes.ranked} == {"torch", *names}
+    assert found.runtimes.policies["torch"] is found.policy
     assert found.runtimes.reason in str(found)
+    fitting, _ = table().split(1 / 3, np.random.default_rng(0))
+    for name, stages in zip(names, [even, late], strict=False):
+        costs, policy = Costs(stages, [0.01, 0.01, 0.01, 0.0], "ms"), found.runtimes.policies[name]
+        assert policy.full_cost == costs.full
+        assert np.isclose(policy.costs[-1], costs.at_exits(policy.open_exits).cumulative()[-1])
+        assert replay(policy, fitting).mean_cost <= 0.6 * costs.full
+    for name in names:
+        trial = RuntimeTrial(name, "with exits", 1e9)
+        fastest = replace(found, runtimes=replace(found.runtimes, trials=(*found.runtimes.trials, trial)))
+        assert fastest.fastest == (name, found.runtimes.policies[name])
+        with older_exporter():
+            made = fastest.runtimes.export(tmp_path / name)
+        assert (Manifest.load(made).runtime, load_policy(made / "policy.json")) == fastest.fastest
+
+
+def test_policies_of_several_runtimes_lose_no_more_together_than_one_alone(short_trials, monkeypatch):
+    asked = []
+
+    def noted(fit, costs, fitting, testing, loss, delta):
+        asked.append(delta)
+
+    monkeypatch.setattr(planning, "cheapest", noted)
+    names = engines.installed_runtimes()
+    found = planned(monkeypatch, {name: [1.0] * 4 for name in names}, max_accuracy_loss=0.3)
+    assert np.allclose(asked, 0.05 / (1 + len(names)))
+    assert len(asked) == 1 + len(names)
+    assert all(len(each.open_exits) == 1 for each in found.runtimes.policies.values())  # none was found: no exits
+    assert found.runtimes.policies[names[0]].costs == (4.0,)
+
+
+def test_a_runtime_that_cannot_keep_the_budget_is_not_recommended(short_trials, monkeypatch):
+    names = engines.installed_runtimes()
+    found = planned(monkeypatch, {name: [9.0, 0.1, 0.1, 0.1] for name in names}, budget="60%")
+    assert {each.runtime for each in found.runtimes.ranked} == {"torch"}
+    assert f"{names[0]}: " in str(found.runtimes)
+    assert "budget 5.58" in str(found.runtimes)
+    assert found.fastest == ("torch", found.policy)
+
+
+def test_times_of_every_exit_are_measured_by_each_runtime():
+    with older_exporter():
+        found = engines.runtime_costs(network(), engines.installed_runtimes(), torch.from_numpy(images()[:8]), 8, ONE)
+    assert [*found] == engines.installed_runtimes()
+    for costs in found.values():
+        assert (len(costs), costs.unit) == (4, "ms")
+        assert (np.diff(costs.cumulative()) > 0).all()
 
 
 def test_a_network_that_is_not_exported_is_not_run_by_another_runtime_silently():
@@ -82,7 +142,7 @@ def test_a_policy_of_one_early_exit_is_compared_and_written(tmp_path):
     with older_exporter():
         found = compare_runtimes(network(), first, images(), 64, settings=ONE, rounds=1)
         made = RuntimeComparison(
-            tuple(each for each in found.trials if each.what == "with exits"), 64, network(), first
+            tuple(each for each in found.trials if each.what == "with exits"), 64, network(), found.policies
         ).export(tmp_path / "made")
     assert {each.what for each in found.trials if each.runtime == "onnxruntime"} == {"with exits", "full network"}
     assert Manifest.load(made).open_exits == (0,)

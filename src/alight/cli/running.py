@@ -42,7 +42,7 @@ from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.cli.tables import even_budgets
 from alight.display import accuracy_text, aligned, layer_label, percent, quantity
-from alight.engine.settings import RunSettings
+from alight.engine.settings import TORCH, RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
 from alight.files import TEST
@@ -192,12 +192,16 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     settings = run_settings(options, torch_device(options))
     example = None if isinstance(model, Cascade) else example_of(model, options.tokens)
     planned = plan(model, labelled, example=example, **goal, settings=settings)
-    planned.policy.save(options.output)
+    runtime, policy = planned.fastest
+    policy.save(options.output)
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
-    values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": planned.policy.to_dict()}
+    values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": policy.to_dict(), "runtime": runtime}
     values["runtimes"] = [] if planned.runtimes is None else [planned.runtimes.values()]
-    text = f"{planned}\n\n{planned.policy}\n\npolicy: {options.output}"
+    text = f"{planned}\n\n{policy}\n\npolicy: {options.output}"
+    if runtime != TORCH:
+        exported = f"alight export {options.model} {options.output} -o FOLDER"
+        text += f" for {runtime}: {exported}, then alight run FOLDER DATA --runtime {runtime}"
     text += f"\nreport: {options.report}" if options.report else ""
     return CommandResult(text, {"path": options.output, "report": options.report, **values})
 

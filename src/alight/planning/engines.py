@@ -3,7 +3,8 @@
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from alight.costs import Costs
 from alight.data.batches import as_inputs, as_tensor
-from alight.display import aligned, html_table
+from alight.display import aligned, html_table, layer_label
 from alight.engine.backends import Reads, State
 from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import Manifest
@@ -25,7 +26,7 @@ from alight.export.precision import without_heads
 from alight.files import PathLike
 from alight.networks.multi_exit import MultiExitModel
 from alight.planning.timing import as_planned, full_network, seconds
-from alight.policies.policy import Policy
+from alight.policies.policy import Policy, Threshold
 
 SECONDS = 1.0  # of the measurement at least
 LEAST_PASSES, RUN = 16, 5  # walks through all stages that count, with and without heads; in runs of so many
@@ -33,6 +34,7 @@ ROUNDS = 5
 NOTABLE = 1.05  # times as fast as the next; less may be another order in another run
 EXITS, FULL = "with exits", "full network"
 COMPILED = f"{TORCH}, compiled"
+EXPORTED = (ONNXRUNTIME, OPENVINO)
 ABSENT = 'not installed, so not tried: pip install "alight[export,openvino]"'
 
 
@@ -61,7 +63,7 @@ class RuntimeComparison:
     trials: tuple[RuntimeTrial, ...]  # of every runtime, with exits and without
     batch_size: int  # samples that ran at once
     model: MultiExitModel | None = field(default=None, repr=False)  # what `export` writes
-    policy: Policy | None = field(default=None, repr=False)  # under which it ran
+    policies: Mapping[str, Policy] = field(default_factory=dict, repr=False)  # under which each runtime ran
 
     @property
     def ranked(self) -> list[RuntimeTrial]:
@@ -75,13 +77,17 @@ class RuntimeComparison:
 
     def export(self, folder: PathLike, **options: Any) -> Path:
         """Write the fastest exported runtime to a folder, with exits or without, and return it; float32."""
-        exported = [each for each in self.ranked if each.runtime in (ONNXRUNTIME, OPENVINO)]
-        if not exported or self.model is None or self.policy is None:
+        exported = [each for each in self.ranked if each.runtime in EXPORTED]
+        if not exported or self.model is None:
             raise AlightError("no exported runtime was compared: install onnxruntime or openvino")
-        policy = self.policy if exported[0].what == EXITS else _alone(self.model, self.policy)
-        made = export_model(self.model, policy, folder, progress=False, **options)
+        made = export_model(self.model, self.policy_of(exported[0]), folder, progress=False, **options)
         replace(Manifest.load(made), runtime=exported[0].runtime).save(made)
         return made
+
+    def policy_of(self, trial: RuntimeTrial) -> Policy:
+        """Return the policy under which a trial ran, which is that of the full network where it had no exits."""
+        policy = self.policies[trial.runtime]
+        return policy if trial.what == EXITS or self.model is None else _alone(self.model, policy)
 
     def columns(self) -> list[list[str]]:
         """Return columns of text: every runtime, with exits and without."""
@@ -89,8 +95,11 @@ class RuntimeComparison:
         found = {(each.runtime, each.what): each for each in self.trials}
         cells = [[_cell(found.get((name, what))) for name in names] for what in (EXITS, FULL)]
         heads = [f"samples/s, {what}" for what in (EXITS, FULL)]
+        opened = [self.policies[name].open_exits if name in self.policies else () for name in names]
+        labels = [", ".join(_label(self.model, index) for index in each) for each in opened]
         return [
             [f"batches of {self.batch_size}", *names],
+            *([["open exits", *labels]] if len({*filter(None, opened)}) > 1 else []),
             *([head, *cell] for head, cell in zip(heads, cells, strict=True)),
         ]
 
@@ -122,7 +131,7 @@ class RuntimeComparison:
 
 def compare_runtimes(
     model: MultiExitModel,
-    policy: Policy,
+    policy: Policy | Mapping[str, Policy],
     inputs: Any,
     batch_size: int,
     *,
@@ -138,7 +147,7 @@ def compare_runtimes(
 
     Args:
         model: The network.
-        policy: For it.
+        policy: For it; or one for each runtime that is to be tried, by its name, "torch" among them.
         inputs: Real ones, as a predictor takes them: the policy decides about them.
         batch_size: The one that will be served.
         settings: How PyTorch runs; `threads` are those of every runtime.
@@ -156,18 +165,19 @@ def compare_runtimes(
     """
     settings = settings or RunSettings()
     ways = [TORCH, *([COMPILED] if compiled else []), *installed_runtimes()]
-    full = _alone(model, policy)
-    kinds = {EXITS: policy} if policy.open_exits != full.open_exits else {}
+    given = policy if isinstance(policy, Mapping) else dict.fromkeys([TORCH, *installed_runtimes()], policy)
+    policies = {way: given[name] for way in ways if (name := TORCH if way == COMPILED else way) in given}
     terms: dict[str, Any] = {"batch_size": batch_size, "allow_mismatch": allow_mismatch}
     made: dict[tuple[str, str], Predictor] = {}
-    failed = [RuntimeTrial(name, FULL, 0.0, ABSENT) for name in (ONNXRUNTIME, OPENVINO) if name not in ways]
+    failed = [RuntimeTrial(name, FULL, 0.0, ABSENT) for name in EXPORTED if name not in ways]
     example = tuple(as_tensor(each)[:2] for each in as_inputs(inputs, model.input_spec))
-    for what, each in (kinds | {FULL: full}).items():
-        with tempfile.TemporaryDirectory() as temporary:
-            started = partial(_started, model, each, Path(temporary) / "exported", example, settings, terms)
-            for way in ways:
+    with tempfile.TemporaryDirectory() as temporary:
+        for way, own in policies.items():
+            full = _alone(model, own)
+            kinds = {EXITS: own} if own.open_exits != full.open_exits else {}
+            for what, each in (kinds | {FULL: full}).items():
                 try:
-                    predictor = started(way)
+                    predictor = _started(model, each, Path(temporary), example, settings, terms, way)
                     predictor(inputs)  # compiles, or finds out that it cannot
                     made[way, what] = predictor
                 except (AlightError, RuntimeError) as error:
@@ -176,38 +186,61 @@ def compare_runtimes(
         raise AlightError(f"no runtime runs this network under this policy: {failed[-1].remark}")
     states = {key: each.place(inputs, len(as_inputs(inputs, each.backend.inputs)[0])) for key, each in made.items()}
     count = len(next(iter(states.values()))[0])
-    samples = as_planned(policy, count)  # of a policy by which samples leave at random
-    runs = [[seconds(each, states[key], samples) for key, each in made.items()] for _ in range(rounds + 1)]
+    samples = {key: as_planned(each.policy, count) for key, each in made.items()}  # where they leave at random
+    runs = [[seconds(each, states[key], samples[key]) for key, each in made.items()] for _ in range(rounds + 1)]
     rates = count / np.median(runs[1:], axis=0)
     trials = [RuntimeTrial(*key, float(rate)) for key, rate in zip(made, rates, strict=True)]
-    return RuntimeComparison((*trials, *failed), batch_size, model, policy)
+    return RuntimeComparison((*trials, *failed), batch_size, model, policies)
 
 
 def _started(
-    model: MultiExitModel, policy: Policy, folder: Path, example: Any, settings: RunSettings, terms: Any, way: str
+    model: MultiExitModel, policy: Policy, place: Path, example: Any, settings: RunSettings, terms: Any, way: str
 ) -> Predictor:
-    """Return a predictor that runs in one way, from a folder that the first exported runtime writes."""
+    """Return a predictor that runs in one way; `place` is for exported stages, one folder for each choice of exits."""
     if way in (TORCH, COMPILED):
         return Predictor(model, policy, settings=replace(settings, compile=way == COMPILED), **terms)
+    folder = place / "-".join(map(str, policy.open_exits))
     if not folder.exists():
         allowed = terms["allow_mismatch"]
         export_model(model, policy, folder, example=example, allow_mismatch=allowed, progress=False)
-    return Predictor.load(folder, settings=RunSettings(threads=settings.threads, runtime=way), **terms)
+    return Predictor.load(folder, policy, settings=RunSettings(threads=settings.threads, runtime=way), **terms)
 
 
 def installed_runtimes() -> list[str]:
     """Return the runtimes of exported networks that are installed here."""
-    return [
-        name for name in (ONNXRUNTIME, OPENVINO) if importlib.util.find_spec(name) and importlib.util.find_spec("onnx")
-    ]
+    return [name for name in EXPORTED if importlib.util.find_spec(name) and importlib.util.find_spec("onnx")]
 
 
 def _alone(model: MultiExitModel, policy: Policy) -> Policy:
-    return replace(full_network(model), unit=policy.unit, fingerprint=policy.fingerprint)
+    """Return the policy of the full network, with its cost where that is known."""
+    alone = replace(full_network(model), unit=policy.unit, fingerprint=policy.fingerprint)
+    return alone if policy.full_cost is None else replace(alone, costs=(policy.full_cost,), full_cost=policy.full_cost)
+
+
+def _label(model: MultiExitModel | None, exit_index: int) -> str:
+    return str(exit_index) if model is None else layer_label(model.exits[exit_index])
 
 
 def _cell(trial: RuntimeTrial | None) -> str:
     return f"{trial.per_second:,.0f}" if trial and trial.per_second else ""
+
+
+def runtime_costs(
+    model: MultiExitModel, runtimes: Sequence[str], inputs: Any, batch_size: int, settings: RunSettings
+) -> dict[str, Costs]:
+    """Return milliseconds per sample of every stage and head by runtimes of exported networks, those that run it."""
+    every, example = range(model.num_exits), tuple(as_tensor(each) for each in as_inputs(inputs, model.input_spec))
+    nobody = Threshold((np.inf,) * (len(every) - 1), costs=tuple(1.0 + index for index in every))
+    found: dict[str, Costs] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "exported"
+        for name in runtimes:
+            with suppress(AlightError, RuntimeError):  # `compare_runtimes` says why
+                if not folder.exists():
+                    export_model(model, nobody, folder, example=tuple(each[:2] for each in example), progress=False)
+                own = RunSettings(threads=settings.threads, runtime=name)
+                found[name] = exported_costs(folder, tuple(each.numpy() for each in example), batch_size, own)
+    return found
 
 
 def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:

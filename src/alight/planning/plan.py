@@ -1,7 +1,7 @@
 """Does early exit pay here? Times of this network on this machine, the exits and the policy for them, a trial run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,11 +18,19 @@ from alight.display import accuracy_text, aligned, html_table, layer_label, perc
 from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
-from alight.engine.settings import RunSettings
-from alight.errors import BadInput
+from alight.engine.settings import TORCH, RunSettings
+from alight.errors import BadInput, BudgetTooSmall
 from alight.networks.multi_exit import MultiExitModel, check_has_exits, example_of
 from alight.outputs import HeadOutputs
-from alight.planning.engines import RuntimeComparison, compare_runtimes
+from alight.planning.engines import (
+    EXITS,
+    EXPORTED,
+    RuntimeComparison,
+    RuntimeTrial,
+    compare_runtimes,
+    installed_runtimes,
+    runtime_costs,
+)
 from alight.planning.timing import (
     Network,
     full_network,
@@ -83,6 +91,13 @@ class Plan:
         """How many times as fast as the full network."""
         return self.throughput / self.full_throughput
 
+    @property
+    def fastest(self) -> tuple[str, Policy]:
+        """The fastest runtime, and the policy for it: the plan's, unless another runtime was tried and is faster."""
+        if self.runtimes is None or self.runtimes.fastest.runtime not in EXPORTED:
+            return TORCH, self.policy
+        return self.runtimes.fastest.runtime, self.runtimes.policy_of(self.runtimes.fastest)
+
     def predictor(self, *, probabilities: bool = False, allow_mismatch: bool = False) -> Predictor:
         """Return the planned predictor."""
         terms: dict[str, Any] = {"probabilities": probabilities, "allow_mismatch": allow_mismatch}
@@ -138,7 +153,8 @@ def plan(
         budget: "60%" of the full network's time, "0.2 ms".
         max_accuracy_loss: The largest loss with 95 % confidence; None without a budget: 0.01.
         method: Fits the policies; None: `calibrate.eero`.
-        speed: "auto": tune the settings first (`tune_speed`); "runtimes": and then try ONNX Runtime and OpenVINO.
+        speed: "auto": tune the settings first (`tune_speed`); "runtimes": and then ONNX Runtime and OpenVINO are tried,
+            each under a policy for its own times; `runtimes.export` writes the fastest of them to a folder.
         settings: How the network runs.
         progress: Show a bar.
 
@@ -165,7 +181,10 @@ def plan(
         costs = walking_costs(model, example, batch_size, settings)
         begin("fitting policies")
         fitting, testing = labelled.split(FITTED, np.random.default_rng(0))
-        policy = cheapest(fit, costs, fitting, testing, loss) if budget is None else fit(costs, budget, fitting)
+        others = installed_runtimes() if speed == "runtimes" else []
+        delta = (1 - CONFIDENCE) / (1 + len(others))  # of which any may be chosen, by its time
+        question = _Question(fit, fitting, testing, budget, loss, delta)
+        policy = question.policy_for(costs)
         begin("running it beside the full network")
         baseline = _as_accurate(policy, costs, testing) if policy and isinstance(model, Cascade) else -1
         own: dict[str, Any] = {"costs": (float(costs.alone[baseline]),), "unit": costs.unit, "full_cost": costs.full}
@@ -174,7 +193,7 @@ def plan(
         terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
         full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
         if policy is None:
-            planned = _untried(full, example, _nothing_cheaper(loss, len(labelled)))
+            planned = _untried(full, example, _nothing_cheaper(loss, delta, len(labelled)))
         elif isinstance(model, Cascade) and policy.open_exits == alone.open_exits:
             alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
             planned = _untried(full, example, alike)
@@ -182,23 +201,54 @@ def plan(
             planned = _tried(full, policy, testing, example, loss if budget is None else None)
         if speed == "runtimes":
             begin("running it by other runtimes")
-            planned = _by_runtimes(planned, testing, example)
+            planned = _by_runtimes(planned, others, question, example)
         return planned
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a plan answers: how policies are fitted and tested, and for which budget or largest loss."""
+
+    fit: Method
+    fitting: HeadOutputs
+    testing: HeadOutputs
+    budget: float | str | None
+    loss: float  # where no budget is given
+    delta: float  # probability that the policy for some costs loses more
+
+    def policy_for(self, costs: Costs) -> Policy | None:
+        """Return the policy for these costs; None where no cheaper one can be shown to lose so little."""
+        if self.budget is not None:
+            return self.fit(costs, self.budget, self.fitting)
+        return cheapest(self.fit, costs, self.fitting, self.testing, self.loss, self.delta)
 
 
 def _example(model: Network) -> Any:
     return example_inputs(model) if isinstance(model, Cascade) else example_of(model)
 
 
-def _by_runtimes(planned: Plan, testing: HeadOutputs, example: Any) -> Plan:
-    """Return the plan, and what ONNX Runtime and OpenVINO make of it; as many samples leave as in the table."""
-    policy = planned.policy
-    shares = replay(policy, testing).exit_shares[list(policy.open_exits)].tolist()
-    inputs, _ = inputs_for_duration(planned.predictor(), example, planned.batch_size, BATCHES)
-    terms: dict[str, Any] = {"settings": planned.settings, "compiled": planned.settings.compile}
-    assert isinstance(planned.model, MultiExitModel)  # _check refuses cascades
-    found = compare_runtimes(planned.model, random_exits(policy, shares), inputs, planned.batch_size, **terms)
-    return replace(planned, runtimes=replace(found, policy=policy))
+def _by_runtimes(planned: Plan, runtimes: Sequence[str], question: _Question, example: Any) -> Plan:
+    """Return the plan, and what ONNX Runtime and OpenVINO make of it, each under a policy for its own times.
+
+    As many samples leave as in the table.
+    """
+    model, size, settings = planned.model, planned.batch_size, planned.settings
+    assert isinstance(model, MultiExitModel)  # _check refuses cascades
+    policies, failed = {TORCH: planned.policy}, []
+    for name, costs in runtime_costs(model, runtimes, example, size, settings).items():
+        try:
+            policy = question.policy_for(costs)
+        except BudgetTooSmall as error:
+            failed.append(RuntimeTrial(name, EXITS, 0.0, str(error)))
+            continue
+        alone = replace(full_network(model), method=FULL, costs=(costs.full,), unit=costs.unit, full_cost=costs.full)
+        policies[name] = alone if policy is None else replace(policy, exits=model.exits)
+    shares = {name: replay(each, question.testing).exit_shares for name, each in policies.items()}
+    tried = {name: random_exits(each, shares[name][[*each.open_exits]].tolist()) for name, each in policies.items()}
+    inputs, _ = inputs_for_duration(planned.predictor(), example, size, BATCHES)
+    found = compare_runtimes(model, tried, inputs, size, settings=settings, compiled=settings.compile)
+    policies = {way: policies.get(way, planned.policy) for way in found.policies}  # compiled or not
+    return replace(planned, runtimes=replace(found, trials=(*found.trials, *failed), policies=policies))
 
 
 def _untried(full: Plan, example: Any, reason: str) -> Plan:
@@ -236,9 +286,9 @@ def _as_accurate(policy: Policy, costs: Costs, testing: HeadOutputs) -> int:
     return int(np.where(accurate, costs.alone, np.inf).argmin())
 
 
-def _nothing_cheaper(loss: float, samples: int) -> str:
+def _nothing_cheaper(loss: float, delta: float, samples: int) -> str:
     """Return why the full network is the plan, and how many samples would allow another one."""
-    needed = smallest_sample_for_loss(loss, 1 - CONFIDENCE)
+    needed = smallest_sample_for_loss(loss, delta)
     needed = None if needed is None else math.ceil(needed / (1 - FITTED))
     more = f" ({needed:,} are needed at least)" if needed is not None and samples < needed else ""
     sure = f"{percent(CONFIDENCE)} confidence from {samples:,} labelled samples{more}"
@@ -295,17 +345,24 @@ def walking_costs(model: Network, example: Any, batch_size: int, settings: RunSe
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
 
 
-def cheapest(fit: Method, costs: Costs, fitting: HeadOutputs, testing: HeadOutputs, loss: float) -> Policy | None:
+def cheapest(
+    fit: Method,
+    costs: Costs,
+    fitting: HeadOutputs,
+    testing: HeadOutputs,
+    loss: float,
+    delta: float = 1 - CONFIDENCE,
+) -> Policy | None:
     """Return the cheapest policy that loses no more accuracy, None where none can be shown to.
 
     Budgets are tried in a fixed order, from the full network down: policies are fitted to one table and each is tested
-    once on the other. The first that fails ends it, so that any is wrong with probability 5 % at most.
+    once on the other. The first that fails ends it, so that any is wrong with probability `delta` at most.
     """
     before, truth, passed = testing.correct()[:, -1], testing.truth(), None
     for amount in np.linspace(costs.full, costs.cumulative()[0], CANDIDATES + 1)[1:]:
         policy = fit(costs, float(amount), fitting)
         decisions = replay(replace(policy, salt=TESTING_SALT), testing)
-        if not loses_at_most(loss, before, decisions.correct(truth), 1 - CONFIDENCE):
+        if not loses_at_most(loss, before, decisions.correct(truth), delta):
             break
         passed = policy
     return passed
