@@ -516,34 +516,57 @@ class Session {
 
 // ---------------------------------------------------------------------------------------------- scores and policies
 
+constexpr std::array<const char*, 4> SCORES{"margin", "max_probability", "logit_margin", "negative_entropy"};
+
 struct HeadValues {  // of one sample at one exit
   int64_t prediction;
-  double largest, score, probability;
+  double largest, probability = 0;  // largest logit, probability of its class
+  std::vector<double> scores;
 };
 
-// Class, score and probability from logits, in double precision.
-inline HeadValues head_values(const float* logits, size_t classes, const std::string& score) {
-  size_t best = static_cast<size_t>(std::max_element(logits, logits + classes) - logits);
-  double largest = logits[best], total = 0, second = 0, entropy = 0, second_logit = -std::numeric_limits<double>::infinity();
-  for (size_t each = 0; each < classes; ++each) {
-    if (std::isnan(logits[each])) return {0, std::numeric_limits<double>::quiet_NaN(), 0, 0};
-    double weight = std::exp(static_cast<double>(logits[each]) - largest);
-    total += weight;
-    if (each == best) continue;
-    second = std::max(second, weight);
-    second_logit = std::max<double>(second_logit, logits[each]);
+// The sum, added in NumPy's order: scores near 1 differ in their last bits alone, so that these must be the same.
+inline double sum_of(const double* numbers, size_t count) {
+  constexpr size_t LANES = 8, BLOCK = 128;
+  if (count > BLOCK) {
+    size_t half = count / 2 / LANES * LANES;
+    return sum_of(numbers, half) + sum_of(numbers + half, count - half);
   }
-  double first = 1.0 / total, value = first;
-  if (score == "margin") value = first - second / total;
-  else if (score == "logit_margin") value = largest - second_logit;
-  else if (score == "negative_entropy") {
-    for (size_t each = 0; each < classes; ++each) {
-      double probability = std::exp(static_cast<double>(logits[each]) - largest) / total;
-      if (probability > 0) entropy += probability * std::log(probability);
+  if (count < LANES) return std::accumulate(numbers, numbers + count, 0.0);
+  std::array<double, LANES> lanes{};
+  for (size_t each = 0; each < count / LANES * LANES; ++each) lanes[each % LANES] += numbers[each];
+  for (size_t step = 1; step < LANES; step *= 2)
+    for (size_t lane = 0; lane < LANES; lane += 2 * step) lanes[lane] += lanes[lane + step];
+  return std::accumulate(numbers + count / LANES * LANES, numbers + count, lanes[0]);
+}
+
+// Class, its probability and these scores from logits, in double precision; NaN as the largest if one is NaN.
+inline HeadValues head_values(const float* logits, size_t classes, const std::vector<std::string>& scores) {
+  const float* best = std::max_element(logits, logits + classes);
+  HeadValues made{best - logits, *best, 0, {}};
+  double second = 0, second_logit = -std::numeric_limits<double>::infinity();
+  std::vector<double> weights(classes);
+  for (size_t each = 0; each < classes; ++each) {
+    double logit = logits[each];
+    if (std::isnan(logit)) return {0, logit, 0, {}};
+    weights[each] = std::exp(logit - made.largest);
+    if (logits + each == best) continue;
+    second = std::max(second, weights[each]);
+    second_logit = std::max(second_logit, logit);
+  }
+  double total = sum_of(weights.data(), classes);
+  made.probability = 1.0 / total;
+  for (const std::string& score : scores) {
+    if (score == "max_probability") made.scores.push_back(made.probability);
+    else if (score == "margin") made.scores.push_back(made.probability - second / total);
+    else if (score == "logit_margin") made.scores.push_back(made.largest - second_logit);
+    else {
+      std::vector<double> terms(classes);
+      for (size_t each = 0; each < classes; ++each)
+        if (double share = weights[each] / total; share > 0) terms[each] = share * std::log(share);
+      made.scores.push_back(sum_of(terms.data(), classes));
     }
-    value = entropy;
-  } else if (score != "max_probability") throw Error("the score " + score + " is not known here: run it in Python");
-  return {static_cast<int64_t>(best), largest, value, first};
+  }
+  return made;
 }
 
 // A number below 2^32 for a sample's number, the same in every language; each purpose draws anew.
@@ -579,21 +602,21 @@ class Combination {
   Combination() = default;
   Combination(const Json& content, size_t exits) : kind_(content["kind"].text()) {
     if (kind_ == "Vote") {
-      columns = {content["column"].text()};
+      inputs = {content["column"].text()};
       constants_ = rows(content["constants"]), slopes_ = rows(content["slopes"]), others_ = content["others"].numbers();
       bool sized = constants_.size() == exits && slopes_.size() == exits && others_.size() == exits;
       for (size_t each = 0; sized && each < exits; ++each)
         sized = constants_[each].size() == each + 1 && slopes_[each].size() == each + 1;
       if (!sized) fail();
     } else if (kind_ == "Gain") {
-      for (const Json& each : content["columns"].items) columns.push_back(each.text());
+      for (const Json& each : content["columns"].items) inputs.push_back(each.text());
       weights_ = rows(content["weights"]), gains_ = rows(content["class_gains"]);
       for (const Json& each : content["knots"].items) knots_.push_back(rows(each));
-      if (knots_.size() != exits || weights_.size() != exits || gains_.size() != exits || columns.empty()) fail();
+      if (knots_.size() != exits || weights_.size() != exits || gains_.size() != exits || inputs.empty()) fail();
       for (size_t exit = 0; exit < exits; ++exit) {
         size_t expected = exit ? 5 : 1;
         for (const std::vector<double>& bends : knots_[exit]) expected += exit ? 4 + 2 * bends.size() : 1 + bends.size();
-        if (knots_[exit].size() != columns.size() || weights_[exit].size() != expected) fail();
+        if (knots_[exit].size() != inputs.size() || weights_[exit].size() != expected) fail();
       }
     } else {
       throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: calibrate by `auto`, or with"
@@ -601,7 +624,7 @@ class Combination {
     }
   }
 
-  // Answer and score at an open exit; `said` holds answer and columns of every exit before, and of this one then.
+  // Answer and score at an open exit; `said` holds answer and scores of every exit before, and of this one then.
   std::pair<int64_t, double> operator()(size_t exit, int64_t prediction, const std::vector<double>& read,
                                         std::vector<std::vector<double>>& said) const {
     std::pair<int64_t, double> found = kind_ == "Vote" ? vote(exit, prediction, read[0], said)
@@ -612,7 +635,7 @@ class Combination {
   }
 
   bool keeps_answers() const { return kind_ == "Gain"; }  // else an answer has no single probability
-  std::vector<std::string> columns;                       // scores that it reads at every exit
+  std::vector<std::string> inputs;                        // scores that it reads at every exit
 
  private:
   using Said = std::vector<std::vector<double>>;
@@ -672,12 +695,19 @@ class Combination {
 struct Memory {  // what a policy remembers of a sample between exits
   int64_t previous = -1, count = -1;
   std::vector<Memory> parts;
-  std::vector<std::vector<double>> said;  // answers and columns of earlier exits, where they are combined
+  std::vector<std::vector<double>> said;  // answers and scores of earlier exits, where they are combined
 };
 
 class Policy {
  public:
-  explicit Policy(const Json& content) : Policy(content, content["salt"].integer()) {}
+  explicit Policy(const Json& content) : Policy(content, content["salt"].integer()) {
+    for (const std::string& each : inputs())
+      if ((costs.size() > 1 || combination) && std::find(SCORES.begin(), SCORES.end(), each) == SCORES.end())
+        throw Error("the policy reads the score " + each + ", which is not known here: run the folder in Python");
+  }
+
+  // Scores that are read at every exit.
+  std::vector<std::string> inputs() const { return combination ? combination->inputs : std::vector{score}; }
 
   // Whether a sample leaves at an open exit before the last.
   bool leaves(size_t exit, int64_t sample, int64_t prediction, double score_value, Memory& memory) const {
@@ -770,10 +800,11 @@ class Predictor {
   explicit Predictor(const std::string& folder, int threads = 1, const std::string& library = "libonnxruntime.so")
       : Predictor(folder, read_kind(manifest_content(folder), "Deployment"), threads, library) {}
 
-  // Decisions about a batch of the network's first inputs; samples are numbered from `first`, which decides ties.
-  std::vector<Decision> operator()(const std::vector<Input>& inputs, int64_t first = 0) const {
-    State state = admitted(inputs);
-    size_t count = static_cast<size_t>(inputs[0].shape[0]);
+  // Decisions about a batch, one Input for each of `inputs`; its samples have the numbers first, first + 1, ...
+  std::vector<Decision> operator()(const std::vector<Input>& given, int64_t first = 0) const {
+    State state = admitted(given);
+    const std::vector<std::string> scores = policy.inputs();
+    size_t count = static_cast<size_t>(given[0].shape[0]);
     std::vector<Decision> decisions(count);
     std::vector<Memory> memories(count);
     std::vector<size_t> waiting(count), staying;
@@ -781,24 +812,22 @@ class Predictor {
     for (size_t stage = 0; stage < stages_.size() && !waiting.empty(); ++stage) {
       State made = (*stages_[stage])(state);
       const Tensor& logits = made[0];
-      size_t classes = static_cast<size_t>(logits.shape()[1]);
+      size_t width = static_cast<size_t>(logits.shape()[1]);
       staying.clear();
       for (size_t row = 0; row < waiting.size(); ++row) {
         size_t index = waiting[row];
         int64_t sample = first + static_cast<int64_t>(index);
-        const float* own = logits.data<float>() + row * classes;
-        HeadValues values = head_values(own, classes, policy.combination ? policy.combination->columns[0] : policy.score);
+        HeadValues values = head_values(logits.data<float>() + row * width, width, scores);
         if (!std::isfinite(values.largest))
           throw Error("the network gives unusable logits for sample " + std::to_string(sample) + ": look for overflow");
+        double score = values.scores[0];
         if (policy.combination) {
-          std::vector<double> read;
-          for (const std::string& each : policy.combination->columns) read.push_back(head_values(own, classes, each).score);
-          std::vector<std::vector<double>>& said = memories[index].said;
-          std::tie(values.prediction, values.score) = (*policy.combination)(stage, values.prediction, read, said);
+          std::tie(values.prediction, score) =
+              (*policy.combination)(stage, values.prediction, values.scores, memories[index].said);
           if (!policy.combination->keeps_answers()) values.probability = std::numeric_limits<double>::quiet_NaN();
         }
         bool last = stage + 1 == stages_.size();
-        if (last || policy.leaves(stage, sample, values.prediction, values.score, memories[index]))
+        if (last || policy.leaves(stage, sample, values.prediction, score, memories[index]))
           decisions[index] = {values.prediction, policy.open_exits[stage], policy.costs[stage], values.probability};
         else
           staying.push_back(row);

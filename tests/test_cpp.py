@@ -19,6 +19,7 @@ from torch import nn
 
 from alight import Costs, MultiExitModel, Normalisation, Predictor, RunSettings, calibrate, export_model, record
 from alight.budgeting.thresholds import tie_range
+from alight.engine.backends import Reads, score_rows
 from alight.engine.backends.onnx import ELSEWHERE
 from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
@@ -35,6 +36,21 @@ def runtime_library():
     """ONNX Runtime's library, which its Python package brings along."""
     onnxruntime = pytest.importorskip("onnxruntime")
     return next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
+
+
+def compiled(source, target, *options):
+    """The program of a source file, compiled with the header."""
+    command = [COMPILER, "-std=c++17", "-pthread", *options, "-I", ROOT / "cpp", source, "-o", target, "-ldl"]
+    subprocess.run(command, check=True)
+    return target
+
+
+def sanitizers(place):
+    """Options of the compiler for its sanitizers, where it has them."""
+    options = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    command = [COMPILER, *options, "-xc++", "-", "-o", place / "sanitised"]
+    tried = subprocess.run(command, input=b"int main() {}", capture_output=True)
+    return [] if tried.returncode else options
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +197,39 @@ def test_the_same_scores_are_tied_to_the_bit_whatever_the_compiler_fuses(options
         np.testing.assert_array_equal(decided, np.stack(expected, 1).astype(int))
 
 
+SCORES = """
+#include "alight.hpp"
+#include <cstdio>
+
+int main(int, char** given) {
+  const std::string content = alight::file_content(given[1], "");
+  const size_t classes = std::stoul(given[2]), row = classes * sizeof(float);
+  std::vector<float> logits(classes);
+  for (size_t at = 0; at < content.size(); at += row) {
+    std::memcpy(logits.data(), &content[at], row);
+    const auto values = alight::head_values(logits.data(), classes, {"margin", "max_probability", "negative_entropy"});
+    for (double score : values.scores) std::printf("%a ", score);
+  }
+}
+"""
+
+
+def test_scores_near_certainty_are_tied_with_those_of_python(tmp_path):
+    (tmp_path / "scores.cpp").write_text(SCORES)
+    compiled(tmp_path / "scores.cpp", tmp_path / "scores")
+    rng = np.random.default_rng(0)
+    for classes in (2, 7, 8, 100, 129, 1000):
+        logits = rng.normal(size=(300, classes)).astype(np.float32)
+        logits[:, 0] += rng.uniform(10, 45, 300).astype(np.float32)
+        (tmp_path / "logits").write_bytes(logits.tobytes())
+        command = [tmp_path / "scores", tmp_path / "logits", str(classes)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        expected = score_rows(logits, Reads(("margin", "max_probability", "negative_entropy"))).columns
+        for score, own in zip(map(float.fromhex, found), np.stack(expected, 1).ravel().tolist(), strict=True):
+            lowest, highest = tie_range(own)
+            assert lowest <= score <= highest, (classes, score, own)
+
+
 def test_a_quantised_network_and_bytes_of_images_decide_as_in_python(program, int8, tmp_path):
     fitted = calibrate.eero([1.0, 2.5, 6.0], 3.0, recorded(int8))
     terms = {"open_exits": OPENED, "num_exits": 4, "exits": network().exits}
@@ -218,6 +267,11 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     (tmp_path / "changed" / "manifest.json").write_text(json.dumps(manifest))
     done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
     assert (done.returncode, "stage_2.onnx names another file for its weights" in done.stderr) == (1, True)
+    change = {"score": "surprise"}
+    place = with_changed(folder(), "policy.json", lambda content: content.update(change), tmp_path / "score")
+    done, _ = decided(program, place, images(), tmp_path)
+    said = "the policy reads the score surprise, which is not known here: run the folder in Python"
+    assert (done.returncode, said in done.stderr) == (1, True)
     batched = with_policy(folder(), drawn("quota", np.random.default_rng(0), OPENED), tmp_path)
     done, _ = decided(program, batched, images(), tmp_path)
     assert (done.returncode, "a policy Quota needs batches or streams" in done.stderr) == (1, True)
