@@ -348,7 +348,8 @@ struct Spec {  // of a tensor: -1 stands for a size that may differ
   }
   bool fits(const std::vector<int64_t>& given) const {
     bool same = given.size() == shape.size() && given[0] > 0;
-    for (size_t axis = 0; same && axis < shape.size(); ++axis) same = shape[axis] < 0 || shape[axis] == given[axis];
+    for (size_t axis = 0; same && axis < shape.size(); ++axis)
+      same = shape[axis] < 0 ? given[axis] > 0 : shape[axis] == given[axis];
     return same;
   }
   bool fits_channels_last(const std::vector<int64_t>& given) const {
@@ -802,7 +803,7 @@ class Predictor {
 
   // Decisions about a batch, one Input for each of `inputs`; its samples have the numbers first, first + 1, ...
   std::vector<Decision> operator()(const std::vector<Input>& given, int64_t first = 0) const {
-    State state = admitted(given);
+    State state = admitted(given, first);
     const std::vector<std::string> scores = policy.inputs();
     size_t count = static_cast<size_t>(given[0].shape[0]);
     std::vector<Decision> decisions(count);
@@ -979,41 +980,49 @@ class Predictor {
     return text.data();
   }
 
+  // The place of the first number that is NaN, infinite or a negative token; `count` if none is.
   template <class T>
-  static T lowest(const void* numbers, size_t count) {
-    return *std::min_element(static_cast<const T*>(numbers), static_cast<const T*>(numbers) + count);
-  }
-
-  template <class T>
-  static bool finite(const void* numbers, size_t count) {
+  static size_t first_unusable(const void* numbers, size_t count) {
     const T* first = static_cast<const T*>(numbers);
-    return std::all_of(first, first + count, [](T each) { return std::isfinite(each); });
+    auto unusable = [](T each) { return std::is_integral_v<T> ? each < 0 : !std::isfinite(static_cast<double>(each)); };
+    return static_cast<size_t>(std::find_if(first, first + count, unusable) - first);
   }
 
-  State admitted(const std::vector<Input>& given) const {
+  State admitted(const std::vector<Input>& given, int64_t first) const {
     if (given.size() != inputs.size())
       throw Error(std::to_string(given.size()) + " inputs, and the network takes " + std::to_string(inputs.size()));
     State state;
+    size_t text = inputs.size();  // the first input whose length may differ
     for (size_t index = 0; index < given.size(); ++index) {
       const Spec& spec = inputs[index];
-      if (!spec.fits(given[index].shape)) spec.refuse(given[index].shape);
-      if (given[index].shape[0] != given[0].shape[0])
+      const std::vector<int64_t>& shape = given[index].shape;
+      if (!spec.fits(shape)) spec.refuse(shape);
+      if (shape[0] != given[0].shape[0])
         throw Error(std::to_string(given[0].shape[0]) + " samples of " + inputs[0].name + " and " +
-                    std::to_string(given[index].shape[0]) + " of " + spec.name + ": give as many of each");
-      if (!lengths_.empty() && spec.shape.size() > 1 && spec.shape[1] < 0)
-        if (given[index].shape[1] < lengths_[0] || given[index].shape[1] > lengths_[1])
-          throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +
+                    std::to_string(shape[0]) + " of " + spec.name + ": give as many of each");
+      if (!lengths_.empty() && shape.size() > 1 && spec.shape[1] < 0) {
+        text = std::min(text, index);
+        if (int64_t length = given[text].shape[1]; shape[1] != length)
+          throw Error(inputs[text].name + " has " + std::to_string(length) + " tokens and " + spec.name + " " +
+                      std::to_string(shape[1]) + ": give every input of a text one length");
+        if (shape[1] < lengths_[0] || shape[1] > lengths_[1])
+          throw Error("texts of " + std::to_string(shape[1]) + " tokens, and the network was compared for " +
                       std::to_string(lengths_[0]) + " to " + std::to_string(lengths_[1]) + ": give such texts");
-      size_t numbers = count_of(given[index].shape);
+      }
       const void* data = given[index].data;
-      if ((spec.dtype == "float32" && !finite<float>(data, numbers)) || (spec.dtype == "float64" && !finite<double>(data, numbers)))
-        throw Error("an input holds NaN or infinity: some operators would swallow it");
-      bool negative = (spec.dtype == "int64" && lowest<int64_t>(data, numbers) < 0) ||
-                      (spec.dtype == "int32" && lowest<int32_t>(data, numbers) < 0) ||
-                      (spec.dtype == "int8" && lowest<int8_t>(data, numbers) < 0);
-      if (negative)
-        throw Error("the input " + spec.name + " holds a negative token, which some operators read from the end");
-      state.emplace_back(*runtime_, spec.dtype, given[index].shape, data);
+      size_t count = count_of(shape);
+      size_t place = spec.dtype == "float32"   ? first_unusable<float>(data, count)
+                     : spec.dtype == "float64" ? first_unusable<double>(data, count)
+                     : spec.dtype == "int64"   ? first_unusable<int64_t>(data, count)
+                     : spec.dtype == "int32"   ? first_unusable<int32_t>(data, count)
+                     : spec.dtype == "int8"    ? first_unusable<int8_t>(data, count)
+                                               : count;
+      if (place < count) {
+        int64_t row = static_cast<int64_t>(place / (count / static_cast<size_t>(shape[0])));
+        throw Error("the input of sample " + std::to_string(first + row) + " holds NaN, infinity or a negative token:" +
+                    " look for it there, since a network may answer it all the same");
+      }
+      state.emplace_back(*runtime_, spec.dtype, shape, data);
     }
     return state;
   }

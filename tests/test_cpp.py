@@ -256,7 +256,8 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     unusable = images().copy()
     unusable[7, 0, 0, 0] = np.nan
     done, _ = decided(program, folder(), unusable, tmp_path)
-    assert (done.returncode, "holds NaN or infinity" in done.stderr) == (1, True)
+    refused = "the input of sample 7 holds NaN, infinity or a negative token: look for it there"
+    assert (done.returncode, refused in done.stderr) == (1, True)
     shutil.copytree(folder(), tmp_path / "changed")
     (tmp_path / "changed" / "stage_2.onnx").write_bytes(b"nonsense")
     done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
@@ -465,7 +466,7 @@ def test_inputs_of_other_floats_that_hold_nan_are_refused(program, tmp_path):
     assert decided(program, place, values, tmp_path)[0].returncode == 0
     values[3, 1] = np.nan
     done, _ = decided(program, place, values, tmp_path)
-    assert (done.returncode, "an input holds NaN or infinity" in done.stderr) == (1, True)
+    assert (done.returncode, "the input of sample 3 holds NaN, infinity or" in done.stderr) == (1, True)
 
 
 def test_names_are_written_in_utf_8(program, tmp_path):
@@ -515,6 +516,7 @@ int main(int, char** given) {
   };
   decide({5, 12}, {5, 12});
   decide({5, 12}, {1, 12});
+  decide({5, 12}, {5, 1});
   decide({1, 600}, {1, 600});
   tokens[7] = -5;
   decide({5, 12}, {5, 12});
@@ -569,13 +571,14 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     answers = done.stdout.splitlines()
     assert (done.returncode, answers[0]) == (0, "5")
     assert "5 samples of input_ids and 1 of attention_mask: give as many of each" in answers[1]
-    assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
-    assert "holds a negative token" in answers[3]
-    assert answers[4].startswith(f"{place}/stage_0.onnx cannot take these 5 samples (")
-    assert answers[4].endswith(
+    assert answers[2] == "input_ids has 12 tokens and attention_mask 1: give every input of a text one length"
+    assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[3]
+    assert "the input of sample 0 holds NaN, infinity or a negative token" in answers[4]
+    assert answers[5].startswith(f"{place}/stage_0.onnx cannot take these 5 samples (")
+    assert answers[5].endswith(
         "): look for indices of tokens that the network does not know, or for texts that are too long"
     )
-    assert (len(answers), done.stderr) == (5, "")  # nothing that ONNX Runtime prints
+    assert (len(answers), done.stderr) == (6, "")  # nothing that ONNX Runtime prints
 
 
 class Double(nn.Linear):
@@ -650,7 +653,8 @@ def test_whole_numbers_of_other_types_are_converted_as_in_python(dtype, program,
         holds = f"holds {given.dtype}, and the network takes {name}, which does not hold {first}: give numbers in its"
         assert (done.returncode, holds in done.stderr) == (1, True), done.stderr
     done, _ = decided(program, place, np.int16(-1) - tokens.astype(np.int16), tmp_path)
-    assert "holds a negative token" in done.stderr
+    first = np.flatnonzero((tokens >= 0).any(1))[0]
+    assert f"the input of sample {first} holds NaN, infinity or a negative token" in done.stderr
     done, _ = decided(program, place, tokens.astype(np.float32), tmp_path)
     assert f"holds float32, and the network takes {name}: give that" in done.stderr
 
