@@ -378,7 +378,7 @@ class Tensor {
   Tensor(const Runtime& runtime, const std::string& dtype, std::vector<int64_t> shape, const void* given = nullptr)
       : runtime_(&runtime), shape_(std::move(shape)) {
     size_t bytes = bytes_of(dtype) * count_of(shape_);
-    if (!given) own_ = std::shared_ptr<char[]>(new char[bytes]);
+    if (!given) own_.reset(new char[bytes]);
     data_ = given ? const_cast<char*>(static_cast<const char*>(given)) : own_.get();
     runtime.call<void*, void*, size_t, const int64_t*, size_t, int, void**>(
         49, runtime.memory, data_, bytes, shape_.data(), shape_.size(), code_of(dtype), &value_);
@@ -426,7 +426,7 @@ class Tensor {
   const Runtime* runtime_ = nullptr;
   void* value_ = nullptr;
   std::vector<int64_t> shape_;
-  std::shared_ptr<char[]> own_;
+  std::unique_ptr<char[]> own_;
   char* data_ = nullptr;
 };
 
@@ -435,18 +435,18 @@ using State = std::vector<Tensor>;
 // One stage: takes the state, gives logits and the next state.
 class Session {
  public:
-  Session(const Runtime& runtime, const std::string& content, const std::string& name, int threads)
-      : runtime_(runtime), name_(name) {
+  Session(std::shared_ptr<const Runtime> runtime, const std::string& content, const std::string& name, int threads)
+      : runtime_(std::move(runtime)), name_(name) {
     void* options = nullptr;
-    runtime.call<void**>(10, &options);
-    std::unique_ptr<void, std::function<void(void*)>> kept(options, [&](void* each) { runtime.release(100, each); });
-    runtime.call<void*, int>(24, options, threads);
-    runtime.call<void*, int>(25, options, 1);
+    runtime_->call<void**>(10, &options);
+    std::unique_ptr<void, std::function<void(void*)>> kept(options, [&](void* each) { runtime_->release(100, each); });
+    runtime_->call<void*, int>(24, options, threads);
+    runtime_->call<void*, int>(25, options, 1);
     // threads of one stage must not keep a core busy while the next one works
-    runtime.call<void*, const char*, const char*>(130, options, "session.force_spinning_stop", "1");
+    runtime_->call<void*, const char*, const char*>(130, options, "session.force_spinning_stop", "1");
     try {
-      runtime.call<void*, const void*, size_t, void*, void**>(8, runtime.environment, content.data(), content.size(),
-                                                             options, &session_);
+      runtime_->call<void*, const void*, size_t, void*, void**>(8, runtime_->environment, content.data(), content.size(),
+                                                                options, &session_);
     } catch (const Error& error) {
       throw Error("ONNX Runtime cannot load " + name_ + first_line(error) + ": use a newer one, or export it again");
     }
@@ -455,7 +455,7 @@ class Session {
     for (size_t index = 0; index < outputs_.size(); ++index) types_.push_back(output_type(index));
   }
   Session(const Session&) = delete;
-  ~Session() { runtime_.release(95, session_); }
+  ~Session() { runtime_->release(95, session_); }
 
   size_t takes() const { return inputs_.size(); }
   const std::vector<int>& gives() const { return types_; }  // element types of the outputs, by ONNX's codes
@@ -464,14 +464,14 @@ class Session {
     std::vector<void*> given, made(outputs.size(), nullptr);
     for (const Tensor& each : state) given.push_back(each.value());
     try {
-      runtime_.call<void*, void*, const char* const*, void* const*, size_t, const char* const*, size_t, void**>(
+      runtime_->call<void*, void*, const char* const*, void* const*, size_t, const char* const*, size_t, void**>(
           9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
     } catch (const Error& error) {
       throw Error(name_ + " cannot take these " + std::to_string(state[0].shape()[0]) + " samples" + first_line(error) +
                   ": look for indices of tokens that the network does not know, or for texts that are too long");
     }
     State found;
-    for (void* each : made) found.emplace_back(runtime_, each);
+    for (void* each : made) found.emplace_back(*runtime_, each);
     bool fits = found[0].shape().size() == 2 && found[0].shape()[1] > 0;
     for (const Tensor& each : found) fits = fits && !each.shape().empty() && each.shape()[0] == state[0].shape()[0];
     if (!fits) throw Error("a stage does not give a row of logits for each sample: export the network again");
@@ -481,22 +481,22 @@ class Session {
  private:
   void read_names(int count_place, int name_place, std::vector<std::string>& names) {
     size_t count = 0;
-    runtime_.call<void*, size_t*>(count_place, session_, &count);
+    runtime_->call<void*, size_t*>(count_place, session_, &count);
     for (size_t index = 0; index < count; ++index) {
       char* name = nullptr;
-      runtime_.call<void*, size_t, void*, char**>(name_place, session_, index, runtime_.allocator, &name);
+      runtime_->call<void*, size_t, void*, char**>(name_place, session_, index, runtime_->allocator, &name);
       names.emplace_back(name);
-      runtime_.call<void*, void*>(76, runtime_.allocator, name);
+      runtime_->call<void*, void*>(76, runtime_->allocator, name);
     }
   }
   int output_type(size_t index) const {
     void* info = nullptr;
     const void* tensor = nullptr;  // stays null where the output is a list or a map
     int code = 0;
-    runtime_.call<void*, size_t, void**>(34, session_, index, &info);
-    std::unique_ptr<void, std::function<void(void*)>> kept(info, [&](void* each) { runtime_.release(98, each); });
-    runtime_.call<const void*, const void**>(55, info, &tensor);
-    if (tensor) runtime_.call<const void*, int*>(60, tensor, &code);
+    runtime_->call<void*, size_t, void**>(34, session_, index, &info);
+    std::unique_ptr<void, std::function<void(void*)>> kept(info, [&](void* each) { runtime_->release(98, each); });
+    runtime_->call<const void*, const void**>(55, info, &tensor);
+    if (tensor) runtime_->call<const void*, int*>(60, tensor, &code);
     return code;
   }
   static std::string first_line(const Error& error) {
@@ -508,7 +508,7 @@ class Session {
     for (const std::string& each : names) made.push_back(each.c_str());
     return made;
   }
-  const Runtime& runtime_;
+  const std::shared_ptr<const Runtime> runtime_;
   const std::string name_;  // of its file
   void* session_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
@@ -909,7 +909,7 @@ class Predictor {
  private:
   Predictor(const std::string& folder, const Json& manifest, int threads, const std::string& library)
       : policy(read_kind(verified(folder, "policy.json", manifest["policy_checksum"].text()), "Policy")),
-        runtime_(std::make_unique<Runtime>(library)) {
+        runtime_(std::make_shared<Runtime>(library)) {
     std::string own = manifest["runtime"].text();
     bool other = own != "onnxruntime" || !manifest["providers"].items.empty();  // that rounds otherwise
     if (manifest["format"].text() != "onnx" || (other && manifest["precision"].text() != "float32"))
@@ -938,7 +938,7 @@ class Predictor {
       const std::string& file = stage["file"].text();
       std::string content = verified(folder, file, stage["checksum"].text());
       check_whole(content, file);
-      stages_.push_back(std::make_unique<Session>(*runtime_, content, folder + "/" + file, threads));
+      stages_.push_back(std::make_unique<Session>(runtime_, content, folder + "/" + file, threads));
       std::vector<Spec> carried;
       for (const Json& each : stage["carries"].items) carried.emplace_back(each);
       carried_.push_back(std::move(carried));
@@ -1082,7 +1082,7 @@ class Predictor {
     }
   }
 
-  std::unique_ptr<Runtime> runtime_;  // stages keep its address, also when a predictor is moved
+  std::shared_ptr<const Runtime> runtime_;
   std::vector<std::unique_ptr<Session>> stages_;
   std::vector<std::vector<Spec>> carried_;
   std::vector<float> mean_, std_;

@@ -581,6 +581,41 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     assert (len(answers), done.stderr) == (6, "")  # nothing that ONNX Runtime prints
 
 
+SHARED = """
+#include "alight.hpp"
+#include <cstdio>
+#include <thread>
+
+
+int main(int, char** given) {
+  alight::Predictor predictor(given[1], 1, given[2]);
+  predictor = alight::Predictor(given[1], 2, given[2]);
+  std::vector<float> images(150 * 3 * 6 * 7);
+  for (size_t each = 0; each < images.size(); ++each) images[each] = static_cast<float>(each * 7919 % 1000) / 250 - 2;
+  const std::vector<alight::Decision> alone = predictor(images, 0);
+  std::vector<int> same(4, 0);  // by thread
+  std::vector<std::thread> threads;
+  for (int& count : same)
+    threads.emplace_back([&] {
+      for (int time = 0; time < 20; ++time) {
+        const std::vector<alight::Decision> found = predictor(images, 0);
+        for (size_t each = 0; each < found.size(); ++each)
+          count += found[each].exit == alone[each].exit && found[each].prediction == alone[each].prediction;
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  for (int count : same) std::printf("%d\\n", count);
+}
+"""
+
+
+def test_a_predictor_may_be_assigned_and_shared_by_threads(tmp_path):
+    (tmp_path / "shared.cpp").write_text(SHARED)
+    compiled(tmp_path / "shared.cpp", tmp_path / "program", *sanitizers(tmp_path))
+    done = subprocess.run([tmp_path / "program", folder(), runtime_library()], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, 4 * ["3000"]), done.stderr[:2000]
+
+
 class Double(nn.Linear):
     """A head that ends in double precision, as a network that ends in `.double()`."""
 
