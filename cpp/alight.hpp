@@ -2,7 +2,12 @@
 // where each sample leaves as Python does, single samples and batches with compaction.
 //
 //     alight::Predictor predictor("exported");                        // needs libonnxruntime.so, no headers of it
-//     alight::Decision one = predictor(predictor.normalised(pixels, {1, 32, 32, 3}))[0];
+//     alight::Decision one = predictor(predictor.normalised(pixels, {1, 32, 32, 3}), number)[0];
+//
+// `number` counts the samples of a program, 0, 1, 2, ...: ties and mixtures are decided by it, so that the budget is kept.
+//
+// The interface is Predictor, Input, Decision and Error, which is thrown by whatever is refused; the rest may change. A
+// predictor can be moved, and threads may share it: calls change nothing in it. A call that throws decides no sample.
 //
 // Policies that decide sample by sample run here: Threshold, Patience, Streak, ExitAt, Lottery and Mixture, on single
 // answers, votes and gains. Others are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose function table
@@ -802,7 +807,7 @@ class Predictor {
       : Predictor(folder, read_kind(manifest_content(folder), "Deployment"), threads, library) {}
 
   // Decisions about a batch, one Input for each of `inputs`; its samples have the numbers first, first + 1, ...
-  std::vector<Decision> operator()(const std::vector<Input>& given, int64_t first = 0) const {
+  std::vector<Decision> operator()(const std::vector<Input>& given, int64_t first) const {
     State state = admitted(given, first);
     const std::vector<std::string> scores = policy.inputs();
     size_t count = static_cast<size_t>(given[0].shape[0]);
@@ -843,7 +848,7 @@ class Predictor {
     }
     return decisions;
   }
-  std::vector<Decision> operator()(const std::vector<float>& images, int64_t first = 0) const {
+  std::vector<Decision> operator()(const std::vector<float>& images, int64_t first) const {
     size_t one = 1;
     auto any = std::count(inputs[0].shape.begin(), inputs[0].shape.end(), -1);  // sizes, that of the batch among them
     if (inputs.size() != 1 || inputs[0].dtype != "float32" || any > 1)

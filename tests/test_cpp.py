@@ -509,7 +509,7 @@ int main(int, char** given) {
   std::vector<int64_t> tokens(600, 3), mask(600, 1);
   auto decide = [&](std::vector<int64_t> first, std::vector<int64_t> second) {
     try {
-      std::cout << predictors[0]({{tokens.data(), first}, {mask.data(), second}}).size() << '\\n';
+      std::cout << predictors[0]({{tokens.data(), first}, {mask.data(), second}}, 0).size() << '\\n';
     } catch (const std::exception& error) {
       std::cout << error.what() << '\\n';
     }
@@ -586,6 +586,7 @@ SHARED = """
 #include <cstdio>
 #include <thread>
 
+static_assert(!std::is_invocable_v<const alight::Predictor&, const std::vector<float>&>);  // all samples would be 0
 
 int main(int, char** given) {
   alight::Predictor predictor(given[1], 1, given[2]);
