@@ -38,6 +38,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "alight.hpp looks for NaN and infinity, which -ffast-math and -Ofast assume away: compile without them"
+#endif
+
 namespace alight {
 
 struct Error : std::runtime_error {

@@ -617,6 +617,13 @@ def test_a_predictor_may_be_assigned_and_shared_by_threads(tmp_path):
     assert (done.returncode, done.stdout.split()) == (0, 4 * ["3000"]), done.stderr[:2000]
 
 
+def test_compilers_that_assume_no_nan_are_refused():
+    command = [COMPILER, "-std=c++17", "-fsyntax-only", "-Ofast", ROOT / "cpp/example.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert "which -ffast-math and -Ofast assume away: compile without them" in done.stderr
+
+
 class Double(nn.Linear):
     """A head that ends in double precision, as a network that ends in `.double()`."""
 
