@@ -22,15 +22,18 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
+#include <locale>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -56,7 +59,7 @@ class Json {
     const char *at = text.data(), *end = at + text.size();
     Json value = read(at, end, 0);
     while (at < end)
-      if (!std::strchr(" \n\t\r", *at++)) fail();
+      if (!is_space(*at++)) fail();
     return value;
   }
   const Json& operator[](const std::string& name) const {
@@ -101,8 +104,9 @@ class Json {
   std::string text_;
 
   [[noreturn]] static void fail() { throw Error("the file is not JSON: export the network again"); }
+  static bool is_space(char each) { return each == ' ' || each == '\n' || each == '\t' || each == '\r'; }
   static void skip(const char*& at, const char* end) {
-    while (at < end && (*at == ' ' || *at == '\n' || *at == '\t' || *at == '\r')) ++at;
+    while (at < end && is_space(*at)) ++at;
     if (at == end) fail();
   }
   static void expect(const char*& at, const char* end, char wanted) {
@@ -139,9 +143,11 @@ class Json {
       at += word.size();
     } else {
       value.kind = Kind::number;
-      auto [next, problem] = std::from_chars(at, end, value.number_);
-      if (problem != std::errc()) fail();
-      at = next;
+      std::string digits(at, std::find_if(at, end, [](char each) { return !std::strchr("+-.0123456789eE", each); }));
+      std::istringstream stream(digits);  // from_chars reads no floating-point numbers in several standard libraries
+      stream.imbue(std::locale::classic());
+      if (!(stream >> value.number_) || stream.peek() != std::char_traits<char>::eof()) fail();
+      at += digits.size();
     }
     return value;
   }

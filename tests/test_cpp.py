@@ -157,7 +157,12 @@ TIES = """
 #include "alight.hpp"
 #include <cstdio>
 
+struct Comma : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+};
+
 int main(int, char** given) {
+  std::locale::global(std::locale(std::locale(), new Comma));
   alight::Policy policy(alight::Json::parsed(given[1])), streak(alight::Json::parsed(given[2]));
   for (double threshold : alight::Json::parsed(given[3])["thresholds"].numbers()) {
     alight::Ties ties = alight::tie_range(threshold);
