@@ -127,7 +127,7 @@ class Json {
           skip(at, end);
           std::string name = string(at, end);
           expect(at, end, ':');
-          value.members.emplace(std::move(name), read(at, end, depth + 1));
+          value.members.insert_or_assign(std::move(name), read(at, end, depth + 1));  // the last counts, as in Python
         } else {
           value.items.push_back(read(at, end, depth + 1));
         }
@@ -290,7 +290,7 @@ class Runtime {
     };
     auto base = reinterpret_cast<const Base* (*)()>(dlsym(opened, "OrtGetApiBase"));
     table_ = base ? base()->table(OLDEST) : nullptr;
-    if (!table_) throw Error(library + " is older than ONNX Runtime 1.17: use a newer one");
+    if (!table_) throw Error(library + " is not ONNX Runtime 1.17 or newer: give the path of such a library");
     constexpr int QUIET = 4;  // errors are thrown
     call<int, const char*, Handle*>(3, QUIET, "alight", &environment);
     call<int, int, Handle*>(69, ARENA, DEFAULT_MEMORY, &memory);
@@ -623,6 +623,9 @@ class Combination {
       bool sized = constants_.size() == exits && slopes_.size() == exits && others_.size() == exits;
       for (size_t each = 0; sized && each < exits; ++each)
         sized = constants_[each].size() == each + 1 && slopes_[each].size() == each + 1;
+      for (const auto* votes : {&constants_, &slopes_})
+        for (const std::vector<double>& row : *votes)
+          for (double each : row) sized = sized && each >= 0;
       if (!sized) fail();
     } else if (kind_ == "Gain") {
       for (const Json& each : content["columns"].items) inputs.push_back(each.text());
@@ -774,13 +777,14 @@ class Policy {
       share = content["share"].number();
       parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
       for (const Policy& each : parts)
-        if (each.combination || each.costs != costs || each.open_exits != open_exits || each.score != score || each.num_exits != num_exits)
-          fail();
+        if (each.combination || each.costs != costs || each.open_exits != open_exits || each.score != score) fail();
     } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
     size_t asked = costs.size() - 1;  // exits at which it decides
     bool sized = !costs.empty() && open_exits.size() == costs.size() && (rule != "ExitAt" || !asked);
     if (rule == "Threshold") sized = sized && thresholds.size() == asked && tie_shares.size() == asked;
-    if (rule == "Lottery") sized = sized && exit_rates.size() == costs.size();
+    if (rule == "Lottery")
+      sized = sized && exit_rates.size() == costs.size() &&
+              std::abs(std::accumulate(exit_rates.begin(), exit_rates.end(), -1.0)) <= 1e-6;
     for (size_t each = 0; each < costs.size(); ++each)
       sized = sized && std::isfinite(costs[each]) && costs[each] > (each ? costs[each - 1] : 0);
     for (const std::vector<double>* shares : {&tie_shares, &exit_rates})
@@ -938,7 +942,8 @@ class Predictor {
       mean_ = manifest["normalisation"]["mean"].numbers<float>();
       std_ = manifest["normalisation"]["std"].numbers<float>();
     }
-    size_t channels = inputs.empty() || inputs[0].shape.size() != 4 ? 0 : static_cast<size_t>(inputs[0].shape[1]);
+    bool images = !inputs.empty() && inputs[0].shape.size() == 4 && inputs[0].shape[1] > 0;
+    size_t channels = images ? static_cast<size_t>(inputs[0].shape[1]) : 0;
     if (mean_.size() == 1 && std_.size() == 1 && channels) {  // the same for all channels
       mean_.resize(channels, mean_[0]);
       std_.resize(channels, std_[0]);

@@ -301,6 +301,20 @@ def test_shapes_are_refused_beside_the_shape_that_the_network_takes(program, tmp
         assert done.returncode == 1
 
 
+def test_other_libraries_are_refused(program, tmp_path):
+    np.save(tmp_path / "images.npy", images()[:3])
+    (tmp_path / "old.c").write_text(
+        "const void *none(unsigned version) { return 0; }\nconst void *base[] = {(void *)none};\n"
+        "const void *OrtGetApiBase(void) { return base; }"
+    )
+    subprocess.run([COMPILER, "-xc", "-shared", "-fPIC", tmp_path / "old.c", "-o", tmp_path / "old.so"], check=True)
+    for library in ("libm.so.6", tmp_path / "old.so"):
+        command = [program, folder(), tmp_path / "images.npy", "--library", library]
+        done = subprocess.run(command, capture_output=True, text=True)
+        expected = f"alight: {library} is not ONNX Runtime 1.17 or newer: give the path of such a library\n"
+        assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_files_that_are_missing_are_named_with_their_remedy(program, tmp_path):
     np.save(tmp_path / "images.npy", images()[:3])
     fitted = shutil.copytree(folder(), tmp_path / "fitted")
@@ -340,6 +354,9 @@ def test_parts_that_do_not_fit_together_are_refused(program, int8, tmp_path):
     policies = [{"thresholds": []}, {"tie_shares": [7.0, 1.0]}, {"costs": [1.0]}, {"costs": []}, {"salt": -1}]
     policies += [{"schema": 2}, {"alight": "Report"}, {"salt": 0.5}, {"salt": "never"}, {"num_exits": 5}]
     policies += [{"costs": [1.0, 0.5, 6.0]}, {"rule": "Lottery", "exit_rates": [0.5, -1.0, 1.5]}]
+    vote = {"kind": "Vote", "exits": [0, 1, 3], "column": "margin", "others": [0.0, 0.0, 0.0]}
+    vote |= {"constants": [[0.0], [0.0, -1.0], [0.0, 0.0, 0.0]], "slopes": [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]}
+    policies += [{"rule": "Lottery", "exit_rates": [0.5, 0.2, 0.2]}, {"combination": vote}]
     changes = [("policy.json", lambda content, each=each: content.update(each)) for each in policies]
     changes += [
         ("manifest.json", lambda content: content.update(exits=content["exits"][:1])),
@@ -360,10 +377,19 @@ def test_parts_that_do_not_fit_together_are_refused(program, int8, tmp_path):
         done, _ = decided(program, place, images()[:3], tmp_path)
         assert (done.returncode, any(each in done.stderr for each in remedies)) == (1, True), index
     whole = (folder() / "manifest.json").read_text()
-    for text in (whole + "more", whole[:-60], '{"format": t', 100_000 * "["):
+    for text in (whole + "more", whole + "\0", whole[:-60], '{"format": t', 100_000 * "["):
         (tmp_path / "0/manifest.json").write_text(text)
         done, _ = decided(program, tmp_path / "0", images()[:3], tmp_path)
         assert (done.returncode, "the file is not JSON: export the network again" in done.stderr) == (1, True)
+
+
+def test_of_equal_names_the_last_counts_as_in_python(program, tmp_path):
+    place = shutil.copytree(folder(), tmp_path / "twice")
+    whole = (place / "manifest.json").read_text()
+    (place / "manifest.json").write_text(whole.rstrip().removesuffix("}") + ', "classes": ["a", "b", "c", "d", "e"]}')
+    decisions = Predictor.load(place, settings=RunSettings(threads=1))(images(), np.arange(150))
+    _, rows = decided(program, place, images(), tmp_path)
+    assert [row["prediction"] for row in rows] == ["abcde"[index] for index in decisions.predictions]
 
 
 def test_odd_files_and_options_are_refused(program, tmp_path):
