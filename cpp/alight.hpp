@@ -227,20 +227,20 @@ inline std::string sha256(const std::string& content) {
   auto turned = [](uint32_t value, int by) { return value >> by | value << (32 - by); };
   for (size_t start = 0; start < padded.size(); start += 64) {
     std::array<uint32_t, 64> words{};
-    for (int i = 0; i < 64; ++i) words[i / 4] = words[i / 4] << 8 | static_cast<uint8_t>(padded[start + i]);
-    for (int i = 16; i < 64; ++i) {
+    for (size_t i = 0; i < 64; ++i) words[i / 4] = words[i / 4] << 8 | static_cast<uint8_t>(padded[start + i]);
+    for (size_t i = 16; i < 64; ++i) {
       uint32_t a = words[i - 15], b = words[i - 2];
       words[i] = words[i - 16] + words[i - 7] + (turned(a, 7) ^ turned(a, 18) ^ a >> 3) +
                  (turned(b, 17) ^ turned(b, 19) ^ b >> 10);
     }
     auto [a, b, c, d, e, f, g, h] = state;
-    for (int i = 0; i < 64; ++i) {
+    for (size_t i = 0; i < 64; ++i) {
       uint32_t one = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + constants[i] + words[i];
       uint32_t two = (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
       h = g, g = f, f = e, e = d + one, d = c, c = b, b = a, a = one + two;
     }
     std::array<uint32_t, 8> mixed{a, b, c, d, e, f, g, h};
-    for (int i = 0; i < 8; ++i) state[i] += mixed[i];
+    for (size_t i = 0; i < 8; ++i) state[i] += mixed[i];
   }
   std::string digits;
   for (uint32_t word : state)
@@ -763,10 +763,10 @@ class Policy {
 
  private:
   static constexpr uint64_t TIES = 0, MIXING = 1, LOTTERY = 100;  // purposes of random draws
-  Policy(const Json& content, int64_t salt)
+  Policy(const Json& content, int64_t seed)
       : rule(content["rule"].text()), score(content["score"].text()), fingerprint(content["fingerprint"].text()),
         costs(content["costs"].numbers()), open_exits(content["open_exits"].numbers<int64_t>()),
-        num_exits(content["num_exits"].integer()), salt(static_cast<uint64_t>(salt)) {
+        num_exits(content["num_exits"].integer()), salt(static_cast<uint64_t>(seed)) {
     if (!content["combination"].is_null()) combination.emplace(content["combination"], open_exits.size());
     if (rule == "Threshold") thresholds = content["thresholds"].numbers(), tie_shares = content["tie_shares"].numbers();
     else if (rule == "Patience") patience = content["patience"].integer();
@@ -775,7 +775,7 @@ class Policy {
     else if (rule == "Lottery") exit_rates = content["exit_rates"].numbers();
     else if (rule == "Mixture") {
       share = content["share"].number();
-      parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
+      parts = {Policy(content["first"], seed), Policy(content["second"], seed)};
       for (const Policy& each : parts)
         if (each.combination || each.costs != costs || each.open_exits != open_exits || each.score != score) fail();
     } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
@@ -791,8 +791,7 @@ class Policy {
       for (double each : *shares) sized = sized && each >= 0 && each <= 1;
     for (double each : thresholds) sized = sized && !std::isnan(each);
     for (double each : thresholds) ties.push_back(tie_range(each));
-    if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || salt < 0)
-      fail();
+    if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || seed < 0) fail();
   }
   [[noreturn]] static void fail() { throw Error("the numbers of the policy do not fit together: calibrate again"); }
   std::vector<double> thresholds, tie_shares, exit_rates;

@@ -56,9 +56,8 @@ def sanitizers(place):
 @pytest.fixture(scope="module")
 def program():
     def build(place):
-        strict = ["-Wall", "-Wextra", "-Wconversion", "-Wpedantic", "-Werror"]
-        sources = [COMPILER, "-std=c++17", *strict, str(ROOT / "cpp/example.cpp")]
-        subprocess.run([*sources, "-o", str(place / "example"), "-ldl"], check=True)
+        warnings = ("all", "extra", "conversion", "sign-conversion", "shadow", "old-style-cast", "pedantic", "error")
+        compiled(ROOT / "cpp/example.cpp", place / "example", *(f"-W{each}" for each in warnings))
 
     return shared_folder(Path(os.environ["SESSION_FOLDER"]), "cpp", build) / "example"
 
@@ -181,8 +180,7 @@ int main(int, char** given) {
 @pytest.mark.parametrize("options", [[], ["-O3", "-march=native", "-ffp-contract=fast"]], ids=["plain", "fused"])
 def test_the_same_scores_are_tied_to_the_bit_whatever_the_compiler_fuses(options, tmp_path):
     (tmp_path / "ties.cpp").write_text(TIES)
-    command = [COMPILER, "-std=c++17", *options, "-I", ROOT / "cpp", tmp_path / "ties.cpp", "-o", tmp_path / "ties"]
-    subprocess.run([*command, "-ldl"], check=True)
+    compiled(tmp_path / "ties.cpp", tmp_path / "ties", *options)
     rng = np.random.default_rng(0)
     thresholds = [*rng.uniform(-2, 2, 500), *(1 - 10.0 ** -rng.uniform(0, 16, 300)), *10.0 ** rng.uniform(-300, 3, 200)]
     thresholds = [*map(float, thresholds), 0.0, 1.0, np.inf, -np.inf]
@@ -596,8 +594,7 @@ def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_p
     model = MultiExitModel([Words(True), Words(False)], heads, input_names=names).eval()
     place = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "texts", example=example)
     (tmp_path / "texts.cpp").write_text(TEXTS)
-    command = [COMPILER, "-std=c++17", "-I", ROOT / "cpp", tmp_path / "texts.cpp", "-o", tmp_path / "program", "-ldl"]
-    subprocess.run(command, check=True)
+    compiled(tmp_path / "texts.cpp", tmp_path / "program")
     done = subprocess.run([tmp_path / "program", place, runtime_library()], capture_output=True, text=True)
     answers = done.stdout.splitlines()
     assert (done.returncode, answers[0]) == (0, "5")
@@ -762,12 +759,9 @@ def replace_stage(place, file, content):
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing(int8, tmp_path):
-    command = [COMPILER, "-std=c++17", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    built = subprocess.run(
-        [*command, ROOT / "cpp/example.cpp", "-o", tmp_path / "program", "-ldl"], capture_output=True
-    )
-    if built.returncode:
+    if not (options := sanitizers(tmp_path)):
         pytest.skip("this compiler has no sanitizers")
+    compiled(ROOT / "cpp/example.cpp", tmp_path / "program", *options)
     quantised = with_policy(int8, drawn("threshold", np.random.default_rng(3), OPENED), tmp_path)
     for place in (folder(), quantised):
         for batch in (1, 37):
