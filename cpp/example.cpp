@@ -1,7 +1,7 @@
 // Decides about images and prints a line for each: sample, class, exit, cost, probability. Classes have their names
 // where the folder knows them; --indices prints their indices, from 0, all the same.
 //
-//     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times] [--indices]
+//     alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE] [--warm N] [--times] [--indices]
 //
 // images.npy holds bytes, channels last or first, or numbers as the network takes them. Times of the batches
 // go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. At least
@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdio>
 #include <iostream>
+#include <sstream>
 
 #include "alight.hpp"
 
@@ -18,38 +19,48 @@ constexpr size_t WARM_BATCHES = 10;
 struct Images {
   std::vector<int64_t> shape;
   std::string dtype;
+  size_t bytes = 0;           // of one number
   std::vector<char> content;  // of the array
 };
 
 // An array that NumPy saved, rows first.
 Images read_npy(const std::string& path) {
   std::string file = alight::file_content(path, "check its path");
-  if (file.size() < 12 || file.compare(1, 5, "NUMPY"))
+  if (file.size() < 12 || file.compare(0, 6, "\x93NUMPY") || file[6] < 1 || file[6] > 3)
     throw alight::Error(path + " is not an .npy file: save the array by numpy.save");
   bool old = file[6] == 1;
   size_t start = old ? 10 : 12, length = 0;
   for (size_t each = start; each-- > 8;) length = length << 8 | static_cast<uint8_t>(file[each]);
-  if (file.size() < start + length) throw alight::Error(path + " is cut short: write it again");
-  std::string header = file.substr(start, length);
-  Images images;
+  const alight::Error cut(path + " is cut short: write it again");
+  if (file.size() < start + length) throw cut;
+  const std::string header = file.substr(start, length), key = "'descr': ";
   const std::map<std::string, std::string> dtypes{
       {"|u1", "uint8"}, {"<u2", "uint16"}, {"<u4", "uint32"}, {"<u8", "uint64"}, {"|i1", "int8"}, {"<i2", "int16"},
       {"<i4", "int32"}, {"<i8", "int64"}, {"<f4", "float32"}, {"<f8", "float64"}, {"|b1", "bool"}};
+  Images images;
   for (const auto& [written, dtype] : dtypes)
-    if (header.find("'descr': '" + written + "'") != std::string::npos) images.dtype = dtype;
-  if (header.find("'fortran_order': False") == std::string::npos || images.dtype.empty())
-    throw alight::Error(path + ": give uint8, or numbers as the network takes them, rows first");
-  size_t at = header.find('(') + 1;
-  while (at < header.size() && header[at] != ')') {
-    if (std::isdigit(static_cast<unsigned char>(header[at]))) {
-      images.shape.push_back(std::stol(header.substr(at)));
-      while (std::isdigit(static_cast<unsigned char>(header[at]))) ++at;
-    } else {
-      ++at;
-    }
+    if (header.find(key + "'" + written + "'") != std::string::npos)
+      images.dtype = dtype, images.bytes = static_cast<size_t>(written[2] - '0');
+  size_t type = header.find(key), opening = header.find('('), closing = header.find(')', opening);
+  if (type == std::string::npos || closing == std::string::npos) throw cut;
+  type += key.size();
+  if (images.dtype.empty())
+    throw alight::Error(path + " holds " + header.substr(type, header.find(", '", type) - type) +
+                        ", which is not read here: save uint8, or numbers as the network takes them, little-endian");
+  if (header.find("'fortran_order': False") == std::string::npos)
+    throw alight::Error(path + " is in Fortran order: save numpy.ascontiguousarray of it");
+  constexpr double LARGEST = 9007199254740992;       // whole number up to which doubles hold all
+  auto bytes = static_cast<double>(images.bytes);  // of the array: no shape overflows a double
+  std::istringstream sizes(header.substr(opening + 1, closing - opening - 1));
+  for (double size = 0; sizes >> size; sizes.ignore(static_cast<std::streamsize>(length), ',')) {
+    if (!(size >= 0 && size <= LARGEST)) throw cut;
+    images.shape.push_back(static_cast<int64_t>(size));
+    bytes *= size;
   }
   if (images.shape.empty() || !images.shape[0]) throw alight::Error(path + " holds no images: give at least one");
-  images.content.assign(file.begin() + static_cast<long>(start + length), file.end());
+  if (bytes > static_cast<double>(file.size() - start - length)) throw cut;
+  auto first = file.begin() + static_cast<long>(start + length);
+  images.content.assign(first, first + static_cast<long>(bytes));
   return images;
 }
 
@@ -68,7 +79,7 @@ void put_channels_first(Images& images) {
 // Brings whole numbers to int64 or int32, which a network takes, if all of them fit.
 void convert(Images& images, const std::string& dtype, const std::string& misfit) {
   const bool has_sign = images.dtype[0] == 'i';
-  const size_t from = std::stoul(images.dtype.substr(has_sign ? 3 : 4)) / 8, to = alight::bytes_of(dtype);  // bytes
+  const size_t from = images.bytes, to = alight::bytes_of(dtype);
   const size_t count = images.content.size() / from, unused = 64 - 8 * from;
   std::vector<char> made(count * to);
   for (size_t each = 0; each < count; ++each) {
@@ -82,6 +93,7 @@ void convert(Images& images, const std::string& dtype, const std::string& misfit
   }
   images.content = std::move(made);
   images.dtype = dtype;
+  images.bytes = to;
 }
 
 // A text as a cell of a CSV file, quoted as Python does.
@@ -134,13 +146,13 @@ int main(int count, char** given) try {
   bool whole = images.dtype.find("int") != std::string::npos && (own.dtype == "int64" || own.dtype == "int32");
   if (whole && images.dtype != own.dtype) convert(images, own.dtype, misfit);
   if (!pixels && images.dtype != own.dtype) throw alight::Error(misfit + ": give that");
-  size_t total = static_cast<size_t>(images.shape[0]), row = alight::bytes_of(images.dtype);
+  size_t total = static_cast<size_t>(images.shape[0]), row = images.content.size() / total;  // bytes of an image
   batch = std::min(total, batch);
   if (options["--warm"].empty()) warm = WARM_BATCHES * batch;
-  for (size_t axis = 1; axis < images.shape.size(); ++axis) row *= static_cast<size_t>(images.shape[axis]);
-  if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
   bool last = images.dtype == "uint8" && predictor.channels_last(images.shape);
   if (last && !pixels) put_channels_first(images);
+  bool grey = images.dtype == "uint8" && !pixels && !last && !own.fits(images.shape);  // bytes without channels
+  if (grey) images.shape.insert(images.shape.begin() + 1, 1);
   if (!pixels && !own.fits(images.shape)) own.refuse(images.shape);
   if (own.dtype == "float32" && !pixels) {
     const auto* numbers = reinterpret_cast<const float*>(images.content.data());

@@ -405,6 +405,44 @@ def test_odd_files_and_options_are_refused(program, tmp_path):
         assert done.returncode == 1
 
 
+def npy(shape, content, version=1, order="False"):
+    """An .npy file of float32, whatever its header says."""
+    header = f"{{'descr': '<f4', 'fortran_order': {order}, 'shape': {shape}, }}\n".encode()
+    size = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + size + header + content
+
+
+def test_arrays_are_read_as_numpy_reads_them_or_refused(program, tmp_path):
+    own, place = images()[:20], tmp_path / "array.npy"
+    _, expected = decided(program, folder(), own, tmp_path)
+
+    def run(content):
+        place.write_bytes(content)
+        command = [program, folder(), place, "--library", runtime_library()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return list(csv.DictReader(io.StringIO(done.stdout))), done.stderr
+
+    content = own.tobytes()
+    for version in (1, 2, 3):
+        assert run(npy("(20, 3, 6, 7)", content, version))[0] == expected
+    assert run(npy("(20L, 3L, 6L, 7L)", content + b"more"))[0] == expected
+    assert run(npy("(20, 3, 6, 7)", content, version=4))[1].endswith(
+        "is not an .npy file: save the array by numpy.save\n"
+    )
+    in_columns = npy("(20, 3, 6, 7)", content, order="True")
+    assert run(in_columns)[1].endswith("is in Fortran order: save numpy.ascontiguousarray of it\n")
+    huge = "(4611686018427387904, 3, 6, 7)", "(99999999999999999999, 3, 6, 7)", "(20, 3, 6, 7, 99999999999999999999)"
+    for shape in (*huge, "(-20, 3, 6, 7)", "(21, 3, 6, 7)", "(20, 3, 6, 7", "20"):
+        for data in (content, b""):
+            assert run(npy(shape, data)) == ([], f"alight: {place} is cut short: write it again\n"), shape
+    for dtype in (">f4", "<f2", "<c8", "<U1", ">i8"):
+        np.save(tmp_path / "other.npy", np.zeros((2, 3, 6, 7)).astype(dtype))
+        said = (
+            f"holds '{dtype}', which is not read here: save uint8, or numbers as the network takes them, little-endian"
+        )
+        assert said in run((tmp_path / "other.npy").read_bytes())[1]
+
+
 class Pixels(nn.Module):
     """The features of images of bytes."""
 
@@ -463,6 +501,27 @@ def test_grey_bytes_need_no_channels(program, tmp_path):
     for given in (pixels, pixels[..., None], pixels[:, None]):
         _, rows = decided(program, place, given, tmp_path, batch=8)
         assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist()
+
+
+def test_grey_images_of_bytes_need_no_channels_where_the_network_takes_bytes(program, tmp_path):
+    torch.manual_seed(0)
+    stages, heads = [Scaled(), nn.Linear(42, 8)], [nn.Linear(42, 4), nn.Linear(8, 4)]
+    pixels = np.random.default_rng(0).integers(0, 256, size=(20, 6, 7), dtype=np.uint8)
+    example = torch.zeros(2, 1, 6, 7, dtype=torch.uint8)
+    with older_exporter():
+        rule = Threshold((0.3,), costs=(1.0, 2.0))
+        place = export_model(MultiExitModel(stages, heads), rule, tmp_path / "grey", example=example, progress=False)
+    expected = Predictor.load(place, settings=RunSettings(threads=1))(pixels[:, None], np.arange(20))
+    for given in (pixels, pixels[..., None], pixels[:, None]):
+        done, rows = decided(program, place, given, tmp_path, batch=8)
+        assert [int(row["prediction"]) for row in rows] == expected.predictions.tolist(), done.stderr
+
+
+class Scaled(nn.Module):
+    """Bytes as numbers in 0..1, in one row for each image."""
+
+    def forward(self, pixels):
+        return pixels.flatten(1).float() / 255
 
 
 def test_first_batches_are_not_timed(program, tmp_path):
