@@ -10,8 +10,8 @@
 // predictor can be moved, and threads may share it: calls change nothing in it. A call that throws decides no sample.
 //
 // Policies that decide sample by sample run here: Threshold, Patience, Streak, ExitAt, Lottery and Mixture, on single
-// answers, votes and gains. Others are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose function table
-// only ever grows: any version from 1.17 on will do.
+// answers, votes and gains. Others are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose
+// function table only ever grows: 1.17 will do, or a newer one where the files need it.
 #pragma once
 
 #include <dlfcn.h>

@@ -837,3 +837,19 @@ def test_cmake_builds_the_example(tmp_path):
     done, rows = decided(tmp_path / "alight_example", folder(), images(), tmp_path)
     assert (done.returncode, len(rows)) == (0, len(images()))
     assert policy().open_exits == OPENED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_projects_of_an_older_standard_may_use_the_header(tmp_path):
+    (tmp_path / "main.cpp").write_text('#include "alight.hpp"\nint main() {}\n')
+    (tmp_path / "CMakeLists.txt").write_text(f"""
+        cmake_minimum_required(VERSION 3.16)
+        project(app CXX)
+        set(CMAKE_CXX_STANDARD 14)
+        add_subdirectory({ROOT / "cpp"} alight)
+        add_executable(app main.cpp)
+        target_link_libraries(app PRIVATE alight)
+    """)
+    for step in (["-S", tmp_path, "-B", tmp_path / "build"], ["--build", tmp_path / "build", "--target", "app"]):
+        subprocess.run(["cmake", *step], check=True, capture_output=True)
