@@ -3,7 +3,7 @@
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,34 +163,44 @@ def compare_runtimes(
     >>> {each.what for each in found.trials if each.runtime == "torch"} == {"with exits", "full network"}
     True
     """
-    settings = settings or RunSettings()
-    ways = [TORCH, *([COMPILED] if compiled else []), *installed_runtimes()]
-    given = policy if isinstance(policy, Mapping) else dict.fromkeys([TORCH, *installed_runtimes()], policy)
-    policies = {way: given[name] for way in ways if (name := TORCH if way == COMPILED else way) in given}
+    settings, installed = settings or RunSettings(), installed_runtimes()
+    given = policy if isinstance(policy, Mapping) else dict.fromkeys([TORCH, *installed], policy)
+    policies = {TORCH: given[TORCH], **({COMPILED: given[TORCH]} if compiled else {})}
+    policies |= {name: given[name] for name in installed if name in given}
     terms: dict[str, Any] = {"batch_size": batch_size, "allow_mismatch": allow_mismatch}
     made: dict[tuple[str, str], Predictor] = {}
-    failed = [RuntimeTrial(name, FULL, 0.0, ABSENT) for name in EXPORTED if name not in ways]
+    failed = [RuntimeTrial(name, FULL, 0.0, ABSENT) for name in EXPORTED if name not in installed]
     example = tuple(as_tensor(each)[:2] for each in as_inputs(inputs, model.input_spec))
     with tempfile.TemporaryDirectory() as temporary:
-        for way, own in policies.items():
-            full = _alone(model, own)
-            kinds = {EXITS: own} if own.open_exits != full.open_exits else {}
-            for what, each in (kinds | {FULL: full}).items():
-                try:
-                    predictor = _started(model, each, Path(temporary), example, settings, terms, way)
-                    predictor(inputs)  # compiles, or finds out that it cannot
-                    made[way, what] = predictor
-                except (AlightError, RuntimeError) as error:
-                    failed.append(RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}"))
+        for way, what, each in _each_way(model, policies):
+            try:
+                predictor = _started(model, each, Path(temporary), example, settings, terms, way)
+                predictor(inputs)  # compiles, or finds out that it cannot
+                made[way, what] = predictor
+            except (AlightError, RuntimeError) as error:
+                failed.append(RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}"))
     if not made:
         raise AlightError(f"no runtime runs this network under this policy: {failed[-1].remark}")
+    return RuntimeComparison((*_timed(made, inputs, rounds), *failed), batch_size, model, policies)
+
+
+def _each_way(model: MultiExitModel, policies: Mapping[str, Policy]) -> Iterator[tuple[str, str, Policy]]:
+    """Yield how a network runs, with exits and without, and the policy for it."""
+    for way, policy in policies.items():
+        full = _alone(model, policy)
+        if policy.open_exits != full.open_exits:
+            yield way, EXITS, policy
+        yield way, FULL, full
+
+
+def _timed(made: Mapping[tuple[str, str], Predictor], inputs: Any, rounds: int) -> list[RuntimeTrial]:
+    """Return samples per second of every predictor, interleaved."""
     states = {key: each.place(inputs, len(as_inputs(inputs, each.backend.inputs)[0])) for key, each in made.items()}
     count = len(next(iter(states.values()))[0])
     samples = {key: as_planned(each.policy, count) for key, each in made.items()}  # where they leave at random
     runs = [[seconds(each, states[key], samples[key]) for key, each in made.items()] for _ in range(rounds + 1)]
     rates = count / np.median(runs[1:], axis=0)
-    trials = [RuntimeTrial(*key, float(rate)) for key, rate in zip(made, rates, strict=True)]
-    return RuntimeComparison((*trials, *failed), batch_size, model, policies)
+    return [RuntimeTrial(*key, float(rate)) for key, rate in zip(made, rates, strict=True)]
 
 
 def _started(
