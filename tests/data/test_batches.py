@@ -191,6 +191,11 @@ def test_an_array_that_cannot_be_written_to_becomes_a_tensor_without_a_warning()
     assert as_tensor(as_inputs(array, SPEC)[0]).sum() == 0
 
 
+def test_one_image_of_a_batch_in_reverse_order_becomes_a_tensor():
+    array = np.arange(128, dtype=np.float32).reshape(2, 1, 8, 8)
+    assert as_tensor(as_inputs(array[::-1][:1], SPEC)[0]).flatten()[0] == 64
+
+
 def test_floats_that_look_like_pixels_are_warned_of_when_a_predictor_first_sees_some():
     policy = Threshold((0.5,), costs=(1.0, 2.0))
     for pixels in (IMAGES.numpy(), 255 * IMAGES.double().numpy()):

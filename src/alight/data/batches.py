@@ -193,13 +193,17 @@ def by_name(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def as_tensor(values: Array) -> "torch.Tensor":
-    """Return numbers as a tensor, of a tensor or a writable array without a copy."""
+    """Return numbers as a tensor, of a tensor or a writable array without a copy.
+
+    One image of a batch that was reversed is contiguous, with a negative step of which torch makes no tensor.
+    """
     import torch
 
     if isinstance(values, torch.Tensor):
         return values
     array = values if isinstance(values, np.ndarray) else as_array(values)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    shares = array.flags.writeable and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if shares else array.copy())
 
 
 def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
