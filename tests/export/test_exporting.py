@@ -97,6 +97,78 @@ def test_small_numbers_are_compared_as_strictly_as_large_ones(tmp_path, quick, m
         export_model(faint, FIRST, tmp_path / "exported", example=EXAMPLE)
 
 
+class First(nn.Module):
+    """A stage that hands on a mask of infinities, as of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, numbers):
+        features = self.linear(numbers)
+        return features, torch.zeros_like(features).masked_fill(features < features.mean(), -torch.inf)
+
+
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, features, mask):
+        return self.linear((features + mask).softmax(dim=1))
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_numbers_that_are_none_and_those_beside_infinity_are_compared(place, tmp_path, quick, monkeypatch):
+    model = MultiExitModel([First(), Second()], tiny().heads).eval()
+    export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
+    written = exporting._runner
+
+    def wrong(path, format):
+        run = written(path, format)
+
+        def ran(state):
+            logits, others = run(state)
+            made = [logits, *others]
+            if len(made) > place:
+                made[place] = np.where(np.isinf(made[place]), made[place], 1 if place else np.nan)
+            return made[0], made[1:]
+
+        return ran
+
+    monkeypatch.setattr(exporting, "_runner", wrong)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "export", exporting.WRITERS["onnx"]["trace"])
+    with pytest.raises(AlightError, match=r"stage_0\.onnx differs from the network by"):
+        export_model(model, BOTH, tmp_path / "other", example=EXAMPLE)
+
+
+class Logarithm(nn.Module):
+    def forward(self, numbers):
+        return numbers.log()
+
+
+@pytest.mark.parametrize(
+    ("stages", "heads", "message"),
+    [
+        ([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 5)], r"open exits give \[3, 5\] logits"),
+        ([nn.Linear(4, 8)], [nn.Linear(8, 1)], "one logit, and a softmax over one class is always 1"),
+        ([nn.Linear(4, 8)], [nn.Unflatten(1, (2, 4))], r"a tensor of shape \(3, 2, 4\), not \(samples, classes\)"),
+        ([Logarithm()], [nn.Linear(4, 3)], "the head at exit 1 gives NaN or infinite logits"),
+        (
+            [nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1)), nn.Linear(2, 2)],
+            [nn.Sequential(nn.Unflatten(0, (-1, 2)), nn.Flatten(1), nn.Linear(4, 3)) for _ in range(2)],
+            r"stage_0_1 has shape \(6, 2\) for 3 samples: every tensor must have one row per sample",
+        ),
+    ],
+    ids=["classes", "one_logit", "axes", "not_finite", "rows"],
+)
+def test_what_gives_no_row_of_logits_per_sample_is_refused(stages, heads, message, tmp_path, quick):
+    policy = BOTH if len(stages) > 1 else ExitAt(costs=(1.0,))
+    with pytest.raises(BadInput, match=message):
+        export_model(MultiExitModel(stages, heads).eval(), policy, tmp_path / "exported", example=EXAMPLE)
+    assert not left_over(tmp_path)
+
+
 def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, monkeypatch):
     model, numbers = tiny(), np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)

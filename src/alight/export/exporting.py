@@ -38,12 +38,13 @@ from alight.export.programs import (
     write_traced,
 )
 from alight.files import POLICY, PathLike, whole_folder
-from alight.networks.multi_exit import MultiExitModel, example_of
+from alight.networks.multi_exit import MultiExitModel, example_of, same_classes
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy, Threshold
 from alight.provenance import installed_versions
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
+HUGE = 1e9  # numbers from here on stand for infinity, as in masks: others are not compared in parts of them
 LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much for the comparison to mean a thing
 LIBRARIES = ("alight", "torch", "onnx", "onnxscript", "onnxruntime")
 WRITERS: dict[str, dict[str, Callable[[ExportJob], None]]] = {  # what writes a format, the first that can
@@ -103,6 +104,7 @@ def export_model(
     stages = exported_stages(ready, policy)
     example = example_of(ready) if example is None else example
     runs = run_stages(stages, ready, example)
+    _check_logits(runs, [model.exits[each.exit_index] for each in stages])
     specs = _specs(model, runs)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as filling:
@@ -226,6 +228,17 @@ def _is_same_at(
     return True
 
 
+def _check_logits(runs: Sequence[StageRuns], exits: Sequence[str]) -> None:
+    """Raise unless all heads give finite logits of the same classes."""
+    same_classes([run.outputs[0][0] for run in runs], "open exits")
+    for name, run in zip(exits, runs, strict=True):
+        if not all(made[0].isfinite().all() for made in run.outputs):
+            raise BadInput(
+                f"the head at {name} gives NaN or infinite logits for normally distributed inputs, with which its file"
+                " is compared: clamp what a logarithm, a root or a division takes, and mask classes by -1e4"
+            )
+
+
 def _specs(model: MultiExitModel, runs: list[StageRuns]) -> list[tuple[TensorSpec, ...]]:
     """Return what the first stage takes, and what every stage hands to the next."""
     names = model.input_names or tuple(f"input_{index}" for index in range(len(runs[0].inputs[0])))
@@ -263,9 +276,10 @@ def _difference(job: ExportJob, format: str) -> float:  # noqa: A002
     for given, expected in zip(job.runs.inputs, job.runs.outputs, strict=True):
         logits, others = run(tuple(each.numpy() for each in given))
         for found, wanted in zip((logits, *others), expected, strict=True):
-            worst = max(worst, _difference_of(np.asarray(found), wanted.numpy()))
-    if not worst <= TOLERANCE:
-        raise AlightError(f"{job.path.name} differs from the network by {worst:.1e} of its largest number")
+            gap = _difference_of(np.asarray(found), wanted.numpy())
+            if not gap <= TOLERANCE:  # also where it is NaN
+                raise AlightError(f"{job.path.name} differs from the network by {gap:.1e} of its largest number")
+            worst = max(worst, gap)
     return worst
 
 
@@ -283,8 +297,10 @@ def _runner(path: Path, format: str) -> Any:  # noqa: A002
 def _difference_of(found: np.ndarray, wanted: np.ndarray) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise AlightError(f"{found.dtype} of shape {found.shape} instead of {wanted.dtype} of {wanted.shape}")
-    largest = max(LEAST, float(np.abs(wanted).max()))
-    return float(np.abs(found.astype(np.float64) - wanted).max()) / largest
+    sizes, differ = np.abs(wanted.astype(np.float64)), found != wanted  # equal infinities do not
+    sizes = np.maximum(sizes, sizes[sizes < HUGE].max(initial=LEAST))
+    with np.errstate(invalid="ignore"):  # of an infinity where there is none in the network
+        return float((np.abs(found.astype(np.float64) - wanted)[differ] / sizes[differ]).max(initial=0.0))
 
 
 def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None:  # noqa: A002

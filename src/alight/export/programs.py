@@ -104,10 +104,11 @@ def run_stages(stages: Sequence[ExportedStage], model: MultiExitModel, example: 
 
 def spec_of(name: str, tensors: Sequence[Tensor]) -> TensorSpec:
     """Return the description of a tensor from several runs: sizes that differed are free."""
-    sizes = zip(*(each.shape for each in tensors), strict=True)
-    first, *others = (None if len({*each}) > 1 else each[0] for each in sizes)
-    if first is not None:
-        raise BadInput(f"{name} has {first} rows whatever the batch: every tensor must have one row per sample")
+    if [each.shape[:1] for each in tensors] != [(count,) for count in BATCHES]:
+        shape = tuple(tensors[0].shape)
+        raise BadInput(f"{name} has shape {shape} for {BATCHES[0]} samples: every tensor must have one row per sample")
+    _, *sizes = zip(*(each.shape for each in tensors), strict=True)
+    others = (None if len({*each}) > 1 else each[0] for each in sizes)
     return TensorSpec(name, (None, *others), str(tensors[0].dtype).removeprefix("torch."))
 
 

@@ -19,7 +19,15 @@ from alight.data.tokens import Meaning
 from alight.errors import BadInput
 from alight.networks.features import Masks, are_channels_last, run_stages
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, count_classes, describe, input_names
+from alight.networks.multi_exit import (
+    Carried,
+    MultiExitModel,
+    checked_read,
+    count_classes,
+    describe,
+    input_names,
+    same_classes,
+)
 from alight.scores import are_probabilities
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
@@ -131,16 +139,8 @@ def from_outputs(
     recipe = {"source": "outputs", "example": describe(example)}
     model = MultiExitModel(stages, heads, exits, input_names(example), normalisation=normalisation, recipe=recipe)
     with in_mode(model, training=False):
-        model.num_classes = _same_classes(model(example), "outputs")
+        model.num_classes = same_classes(model(example), "outputs")
     return model.keep_network(network)
-
-
-def _same_classes(logits: Sequence[Tensor], what: str) -> int:
-    """Return how many classes all of these logits have."""
-    counts = [*map(count_classes, logits)]
-    if len(set(counts)) > 1:
-        raise BadInput(f"the {what} give {counts} logits: give as many of each, one per class")
-    return counts[0]
 
 
 def _head_flops(head: HeadChoice, shape: tuple[int, ...], num_classes: int) -> float:

@@ -76,6 +76,14 @@ def count_classes(logits: Any) -> int:
     return shape[1]
 
 
+def same_classes(logits: Sequence[Tensor], what: str) -> int:
+    """Return how many classes all of these logits have."""
+    counts = [*map(count_classes, logits)]
+    if len(set(counts)) > 1:
+        raise BadInput(f"the {what} give {counts} logits: give as many of each, one per class")
+    return counts[0]
+
+
 class MultiExitModel(nn.Module):
     """A backbone cut into stages, with a head after each.
 
