@@ -124,8 +124,8 @@ def test_numbers_that_are_none_and_those_beside_infinity_are_compared(place, tmp
     export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
     written = exporting._runner
 
-    def wrong(path, format):
-        run = written(path, format)
+    def wrong(path, kind):
+        run = written(path, kind)
 
         def ran(state):
             logits, others = run(state)

@@ -189,6 +189,40 @@ def test_openvino_runs_a_transformer_in_int8_one_by_one_and_in_batches(tmp_path)
         assert np.abs(logits_of(place, pictures, size) - alone).max() < 0.05 * np.abs(alone).max()
 
 
+class Beside(nn.Module):
+    """A convolution, and then what OpenVINO 2026.4 computes otherwise than its quantised graph says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.convolution = kind, nn.Conv2d(3, 6, 3)
+        self.convolution.bias.data = torch.linspace(-2, 2, 6)
+        self.token, self.further = nn.Parameter(torch.randn(1, 1, 6)), nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, images):
+        features = self.convolution(images)
+        if self.kind == "token":
+            tokens = torch.cat([self.token.expand(features.shape[0], -1, -1), features.flatten(2).transpose(1, 2)], 1)
+            return tokens.transpose(1, 2)[..., None]
+        if self.kind == "pool":
+            return self.further(nn.functional.avg_pool2d(features, 3, 1, 1))
+        return self.further(features) + nn.functional.pad(features[:, :3], (0, 0, 0, 0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["token", "pool", "shortcut"])
+def test_a_stage_that_openvino_computes_otherwise_than_it_is_quantised_stays_in_float(kind, tmp_path, quick):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    stages = [Beside(kind), nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU())]
+    model = MultiExitModel(stages, [PooledLinear((6, 4, 5), 5) for _ in range(2)]).eval()
+    example = torch.from_numpy(images()[:2])
+    source = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    place = lower(source, tmp_path / "int8", "int8", [(images()[:64],)], runtime="openvino")
+    assert [stage.precision for stage in Manifest.load(place).stages] == ["float32", "int8"]
+    expected = logits_of(source, images(), 50)
+    for size in (1, 50):
+        assert np.abs(logits_of(place, images(), size) - expected).max() < 0.05 * np.abs(expected).max()
+
+
 class Passing(nn.Module):
     """A stage that hands two of its inputs on."""
 

@@ -18,11 +18,12 @@ from alight.data.batches import fitted
 from alight.data.preprocess import TensorSpec, first_unusable
 from alight.engine.backends import State
 from alight.engine.backends.exported import exported_backend
-from alight.engine.backends.onnx import Session
+from alight.engine.backends.onnx import Session, on_host
 from alight.engine.manifest import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    GAPS,
     INT8,
     ONNX,
     PROBED_LOGITS,
@@ -34,7 +35,7 @@ from alight.engine.manifest import (
 )
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, RunSettings
-from alight.errors import AlightError, BadInput, Mismatch
+from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.export.programs import LOGITS, quietly
 from alight.files import POLICY, whole_folder
 from alight.policies.policy import Policy
@@ -51,6 +52,7 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "GlobalAveragePool", "MaxPool", "Relu")
 ALIKE = 1e-4  # by which the scales of both sides of a cut may differ, in parts of them: both saw the same numbers
 PART = 16  # samples that are run together to find ranges
+LEAST = 1e-2  # what the largest number of a tensor counts at least, of which others are parts
 SMALLEST = 256  # weights of a tensor: smaller ones stay in float32
 IMAGES = 4  # axes
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # channels
@@ -71,7 +73,8 @@ def lower(
     """Write an exported folder of float32 stages again in lower precision, and return it; PyTorch is not needed.
 
     The policy comes along unchanged, for the network of float32: `Predictor.load` refuses it until one that was
-    calibrated on these stages takes its place (`put_policy`). `alight.deploy` does all of it.
+    calibrated on these stages takes its place (`put_policy`). `alight.deploy` does all of it. A stage that OpenVINO
+    computes otherwise than its quantised file says stays in float32.
 
     Args:
         source: That `export_model` wrote.
@@ -92,17 +95,22 @@ def lower(
     states = [part for batch in samples for part in _parts(fitted(batch, manifest.input_spec))]
     _check_samples(states, precision)
     with whole_folder(folder) as filling:
-        paths = [filling / stage.file for stage in manifest.stages]
+        paths, takes, written = [filling / stage.file for stage in manifest.stages], manifest.inputs, list[str]()
         for stage, path, level in zip(manifest.stages, paths, levels, strict=True):
             content = verified(source, stage.file, stage.checksum)
             session = Session(content, stage.file)
             _write(source / stage.file, path, level, [dict(zip(session.inputs, each, strict=True)) for each in states])
-            states = [session(each)[1] for each in states]
+            is_quantised = precision == INT8 and level != FLOAT32
+            if is_quantised and runtime == OPENVINO and not _is_computed(path, session, takes, states[0]):
+                path.write_bytes(content)
+                level = FLOAT32
+            written.append(level)
+            takes, states = stage.carries, [session(each)[1] for each in states]
         carried = [stage.carries for stage in manifest.stages]
         carried = share_bytes(paths, carried) if precision == INT8 else carried
         files = [
             replace(stage, checksum=checksum(path.read_bytes()), carries=tuple(carries), precision=level, probe=())
-            for stage, path, carries, level in zip(manifest.stages, paths, carried, levels, strict=True)
+            for stage, path, carries, level in zip(manifest.stages, paths, carried, written, strict=True)
         ]
         named = json.dumps([manifest.fingerprint, runtime, *providers, precision, [each.checksum for each in files]])
         own = manifest.fingerprint if precision == FLOAT32 else checksum(named.encode())[: len(manifest.fingerprint)]
@@ -211,6 +219,36 @@ def _write(source: Path, target: Path, level: str, feeds: Sequence[Feed]) -> Non
         _half(source, target, level)
     else:
         _quantise(source, target, feeds, float_head=level == FLOAT_HEAD)
+
+
+def _is_computed(path: Path, session: Session, takes: Sequence[TensorSpec], samples: State) -> bool:
+    """Return whether OpenVINO is as near to a stage of float32, in a batch and alone, as its quantised file is.
+
+    OpenVINO 2026.4 gives all channels the bias of the first where a tensor of all samples, as a class token, or padding
+    is put beside what a convolution makes; pools take padding for the smallest number.
+    """
+    from alight.engine.backends.openvino import quantised_stage
+
+    content = path.read_bytes()
+    file = Session(content, path.name, 1)
+    try:
+        stage = quantised_stage(content, path.name, takes)
+        runs = [(stage, samples), (stage.run_one, tuple(each[:1] for each in samples))]
+        gaps = [_gaps(run(given), file(given), session(given)) for run, given in runs]
+    except BadFile:  # it cannot be compiled
+        return False
+    return all(gap <= max(GAPS[INT8], 2 * own) for pairs in gaps for gap, own in pairs)
+
+
+def _gaps(*made: tuple[np.ndarray, State]) -> list[tuple[float, float]]:
+    """Return how far two runs of a stage are from a third, in parts of its largest number, for every tensor."""
+    found = zip(*((logits, *map(on_host, others)) for logits, others in made), strict=True)
+    exact = [[each.astype(np.float64) for each in tensors] for tensors in found]
+    sizes = [max(LEAST, float(np.abs(wanted).max())) for *_, wanted in exact]
+    return [
+        (float(np.abs(one - wanted).max()) / size, float(np.abs(other - wanted).max()) / size)
+        for (one, other, wanted), size in zip(exact, sizes, strict=True)
+    ]
 
 
 def share_bytes(paths: Sequence[Path], carried: Sequence[Sequence[TensorSpec]]) -> list[tuple[TensorSpec, ...]]:

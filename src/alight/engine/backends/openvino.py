@@ -18,6 +18,8 @@ from alight.errors import BadFile, BadInput
 
 PRECISION = "INFERENCE_PRECISION_HINT"  # else it takes bf16 for float32 on processors that have it
 SNIPPETS = "SNIPPETS_MODE"  # kernels made for fixed sizes: they round pixels to other bytes than those for any size do
+PLAIN = {"PERFORMANCE_HINT": "LATENCY", PRECISION: "f32"}
+QUANTISED = {SNIPPETS: "DISABLE"}
 SUMS = ("ReduceMean", "ReduceSum")
 IMAGES = 4  # axes
 TO_LAST, TO_FIRST = np.array([0, 2, 3, 1]), np.array([0, 3, 1, 2])  # channels
@@ -37,15 +39,13 @@ class OpenVinoBackend(OnnxBackend):
     def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
         if self.settings.providers:
             raise BadInput("providers are those of ONNX Runtime: leave them out, or choose runtime='onnxruntime'")
-        core = _core()
-        threads = self.settings.threads or available_cores()
-        config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, PRECISION: "f32"}
+        config, core = {**PLAIN, "INFERENCE_NUM_THREADS": self.settings.threads or available_cores()}, _core()
         if manifest.precision == BFLOAT16:
             if "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
                 raise BadInput(f"{folder} computes in bf16, which this processor has not: export it as int8 or float32")
             config[PRECISION] = "bf16"
         if manifest.precision == INT8:
-            config[SNIPPETS] = "DISABLE"
+            config |= QUANTISED
         stages: list[Compiled] = []
         given, turned = manifest.inputs, frozenset[str]()
         for stage in manifest.stages:
@@ -53,6 +53,12 @@ class OpenVinoBackend(OnnxBackend):
             stages.append(Compiled(core, content, name, config, given, stage.carries, turned, self.batch_size))
             given, turned = stage.carries, stages[-1].turned
         return stages
+
+
+def quantised_stage(content: bytes, name: str, takes: Sequence[TensorSpec]) -> "Compiled":
+    """Return a stage of int8 as a folder of them runs it, on one thread, but for how images cross cuts."""
+    config = {**PLAIN, **QUANTISED, "INFERENCE_NUM_THREADS": 1}
+    return Compiled(_core(), content, name, config, takes, (), (), None)
 
 
 class Compiled:
