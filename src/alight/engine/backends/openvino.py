@@ -274,5 +274,5 @@ def _core() -> Any:
 
 
 def _tensor(array: np.ndarray) -> Any:
-    array = np.ascontiguousarray(array)
+    array = np.ascontiguousarray(array).view(array.dtype.str)  # of two names for int64 it knows one
     return openvino_library().Tensor(array, shared_memory=array.flags.writeable)  # it takes no others without a copy
