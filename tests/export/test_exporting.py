@@ -289,6 +289,27 @@ def _predictor(rule, _, model):
     return Predictor(model, rule, probabilities=True)
 
 
+class Positions(nn.Module):
+    """A stage that counts positions from tokens that are no padding, as RoBERTa does, and knows 40 of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 8), nn.Embedding(40, 8)
+
+    def forward(self, input_ids, attention_mask):
+        places = (input_ids != 1).long().cumsum(dim=1)
+        return ((self.tokens(input_ids) + self.positions(places)) * attention_mask[..., None]).mean(dim=1)
+
+
+def test_texts_are_no_longer_than_the_positions_of_full_ones(tmp_path, quick):
+    torch.manual_seed(0)
+    names = ("input_ids", "attention_mask")
+    model = MultiExitModel([Positions(), nn.Linear(8, 8)], tiny().heads, input_names=names).eval()
+    example = dict.fromkeys(names, torch.ones(2, 5, dtype=torch.int64))
+    export_model(model, BOTH, tmp_path / "exported", example=example)
+    assert Manifest.load(tmp_path / "exported").lengths == (1, 32)
+
+
 def test_scores_agree_with_torch_to_five_digits():
     theirs = Predictor(network(), policy(), probabilities=True)(torch.from_numpy(images()))
     ours = Predictor.load(folder(), probabilities=True)(images())

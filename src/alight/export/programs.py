@@ -124,9 +124,13 @@ def _runs(stages: Sequence[ExportedStage], inputs: Sequence[State]) -> list[Stag
 
 
 def random_inputs(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> State:
-    """Return `count` random inputs like the example; texts of so many tokens, None is as many as there."""
+    """Return `count` random inputs like the example; texts of so many tokens, None is as many as there.
+
+    The first two of three are full texts of one token each, so that positions which are counted from tokens or from a
+    mask go as far as they can.
+    """
     names = model.input_names or ("",) * len(model.admit(example))
-    text = isinstance(example, Mapping)
+    text, extremes = isinstance(example, Mapping), torch.arange(2 if count > 2 else 0)
 
     def drawn(name: str, like: Tensor) -> Tensor:
         shape = (count, tokens, *like.shape[2:]) if text and tokens and like.ndim > 1 else (count, *like.shape[1:])
@@ -134,9 +138,12 @@ def random_inputs(model: MultiExitModel, example: Any, count: int, tokens: int |
             return torch.randn(shape, generator=rng, dtype=like.dtype)
         if meaning := mask_meaning(name):
             lengths = torch.randint(1, shape[1] + 1, (count, 1), generator=rng)
+            lengths[: len(extremes)] = shape[1]
             kept = torch.arange(shape[1]) < lengths
             return (kept if meaning == "tokens" else ~kept).to(like.dtype)
-        return torch.randint(0, 2, shape, generator=rng).to(like.dtype)  # the only indices that every network knows
+        indices = torch.randint(0, 2, shape, generator=rng)  # the only ones that every network knows
+        indices[: len(extremes)] = extremes.reshape(-1, *[1] * (len(shape) - 1))
+        return indices.to(like.dtype)
 
     return tuple(drawn(*pair) for pair in zip(names, model.admit(example), strict=True))
 
