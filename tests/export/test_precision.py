@@ -223,6 +223,34 @@ def test_a_stage_that_openvino_computes_otherwise_than_it_is_quantised_stays_in_
         assert np.abs(logits_of(place, images(), size) - expected).max() < 0.05 * np.abs(expected).max()
 
 
+class Codes(nn.Module):
+    """A stage with one table for two columns of codes, as of tabular data."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, codes):
+        return self.table(codes + torch.tensor([0, 5])).flatten(1)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_code_whose_row_the_table_lacks_is_refused_alone_and_in_a_batch(runtime, tmp_path, quick):
+    pytest.importorskip(runtime)
+    model = MultiExitModel([Codes(), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval()
+    example = torch.zeros(2, 2, dtype=torch.int64)
+    place = export_model(model, Threshold((0.1,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    predictor = Predictor.load(place, settings=RunSettings(threads=1, runtime=runtime))
+    codes = np.arange(5)[:, None].repeat(2, axis=1)
+    expected = predictor(codes)
+    for size in (1, 5):
+        with pytest.raises(
+            BadInput, match=r"indices element out of data bounds|the index 12, and the network's table has"
+        ):
+            predictor(np.full((size, 2), 7))
+        assert (predictor(codes).predictions == expected.predictions).all()
+
+
 class Passing(nn.Module):
     """A stage that hands two of its inputs on."""
 

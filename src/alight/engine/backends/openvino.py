@@ -84,7 +84,7 @@ class Compiled:
             self._model = core.read_model(io.BytesIO(content))
             names = [each.name for each in takes]
             self._read = [names.index(each.any_name) for each in self._model.inputs]  # others no node reads
-            self._tables = {names.index(name): rows for name, rows in _rows_looked_up(self._model).items()}
+            self._rows = _give_largest_indices(self._model)
             _widen_sums(self._model)
             _take_channels_last(self._model, turned)
             self.turned = _give_channels_last(self._model, {each.name for each in gives})
@@ -113,15 +113,18 @@ class Compiled:
         if run is None:
             run = Bound(self._request(size))
             setattr(self._requests, str(size), run)
-        for place, rows in self._tables.items():
-            indices = state[place] if isinstance(state[place], np.ndarray) else state[place].data
-            if (last := int(indices.max())) >= rows:
-                raise BadInput(f"an input holds the index {last}, and the network's table has {rows} rows: give others")
         try:
-            return run([state[place] for place in self._read])
+            made = run([state[place] for place in self._read])
         except Exception as error:
             setattr(self._requests, str(size), None)
             raise BadInput(refusal(self._name, state[0].shape[0], error)) from error
+        outputs = len(made) - len(self._rows)
+        for largest, rows in zip(made[outputs:], self._rows, strict=True):
+            if (last := int(largest.data)) >= rows:
+                raise BadInput(
+                    f"an input leads to the index {last}, and the network's table has {rows} rows: give others"
+                )
+        return made[:outputs]
 
     def _request(self, size: int | None) -> Any:
         if size not in self._compiled:
@@ -163,20 +166,25 @@ class Bound:
         return self._outputs
 
 
-def _rows_looked_up(model: Any) -> dict[str, int]:
-    """Return how many rows the table has that an input is indices of, by input: for others OpenVINO reads zeros."""
-    found: dict[str, int] = {}
+def _give_largest_indices(model: Any) -> list[int]:
+    """Let a model give the largest index into each of its tables last, and return how many rows these have.
+
+    For an index beyond them OpenVINO reads zeros.
+    """
+    opset, rows, results = openvino_library().opset13, [], []
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Gather":
             continue
         index, axis = node.input_value(1), node.input_value(2).get_node()
-        while index.get_node().get_type_name() == "Convert":
-            index = index.get_node().input_value(0)
-        if index.get_node().get_type_name() == "Parameter" and axis.get_type_name() == "Constant":
-            rows = node.input_value(0).get_partial_shape()[int(axis.get_vector()[0])]
-            if rows.is_static:
-                found[index.any_name] = min(rows.get_length(), found.get(index.any_name, rows.get_length()))
-    return found
+        if index.get_node().get_type_name() == "Constant" or axis.get_type_name() != "Constant":
+            continue
+        count = node.input_value(0).get_partial_shape()[int(axis.get_vector()[0])]
+        if count.is_static:
+            flat = opset.reshape(index, np.array([-1]), special_zero=False)
+            rows.append(count.get_length())
+            results.append(opset.result(opset.reduce_max(flat, np.array(0))))
+    model.add_results(results)
+    return rows
 
 
 def _take_channels_last(model: Any, turned: Collection[str]) -> None:
