@@ -95,17 +95,11 @@ def lower(
     states = [part for batch in samples for part in _parts(fitted(batch, manifest.input_spec))]
     _check_samples(states, precision)
     with whole_folder(folder) as filling:
-        paths, takes, written = [filling / stage.file for stage in manifest.stages], manifest.inputs, list[str]()
+        paths, written = [filling / stage.file for stage in manifest.stages], list[str]()
         for stage, path, level in zip(manifest.stages, paths, levels, strict=True):
-            content = verified(source, stage.file, stage.checksum)
-            session = Session(content, stage.file)
-            _write(source / stage.file, path, level, [dict(zip(session.inputs, each, strict=True)) for each in states])
-            is_quantised = precision == INT8 and level != FLOAT32
-            if is_quantised and runtime == OPENVINO and not _is_computed(path, session, takes, states[0]):
-                path.write_bytes(content)
-                level = FLOAT32
-            written.append(level)
-            takes, states = stage.carries, [session(each)[1] for each in states]
+            session = Session(verified(source, stage.file, stage.checksum), stage.file)
+            written.append(_write(source / stage.file, path, level, session, states, runtime))
+            states = [session(each)[1] for each in states]
         carried = [stage.carries for stage in manifest.stages]
         carried = share_bytes(paths, carried) if precision == INT8 else carried
         files = [
@@ -211,17 +205,21 @@ def _parts(samples: State) -> list[State]:
     return [tuple(each[start : start + PART] for each in samples) for start in range(0, len(samples[0]), PART)]
 
 
-def _write(source: Path, target: Path, level: str, feeds: Sequence[Feed]) -> None:
-    """Write a stage of float32 in another precision; `feeds` are batches of its inputs, for the ranges of int8."""
+def _write(source: Path, target: Path, level: str, session: Session, states: Sequence[State], runtime: str) -> str:
+    """Write a stage of float32 in another precision, and return which it has; its inputs give the ranges of int8."""
+    if level in (FLOAT16, BFLOAT16):
+        _half(source, target, level)
+    elif level != FLOAT32:
+        feeds = [dict(zip(session.inputs, each, strict=True)) for each in states]
+        _quantise(source, target, feeds, float_head=level == FLOAT_HEAD)
+        if runtime == OPENVINO and not _is_computed(target, session, states[0]):
+            level = FLOAT32
     if level == FLOAT32:
         target.write_bytes(source.read_bytes())
-    elif level in (FLOAT16, BFLOAT16):
-        _half(source, target, level)
-    else:
-        _quantise(source, target, feeds, float_head=level == FLOAT_HEAD)
+    return level
 
 
-def _is_computed(path: Path, session: Session, takes: Sequence[TensorSpec], samples: State) -> bool:
+def _is_computed(path: Path, session: Session, samples: State) -> bool:
     """Return whether OpenVINO is as near to a stage of float32, in a batch and alone, as its quantised file is.
 
     OpenVINO 2026.4 gives all channels the bias of the first where a tensor of all samples, as a class token, or padding
@@ -232,12 +230,13 @@ def _is_computed(path: Path, session: Session, takes: Sequence[TensorSpec], samp
     content = path.read_bytes()
     file = Session(content, path.name, 1)
     try:
-        stage = quantised_stage(content, path.name, takes)
-        runs = [(stage, samples), (stage.run_one, tuple(each[:1] for each in samples))]
-        gaps = [_gaps(run(given), file(given), session(given)) for run, given in runs]
+        stage = quantised_stage(content, path.name, session.inputs)
+        alone = tuple(each[:1] for each in samples)
+        gaps = _gaps(stage(samples), file(samples), session(samples))
+        gaps += _gaps(stage.run_one(alone), file(alone), session(alone))
     except BadFile:  # it cannot be compiled
         return False
-    return all(gap <= max(GAPS[INT8], 2 * own) for pairs in gaps for gap, own in pairs)
+    return all(gap <= max(GAPS[INT8], 2 * own) for gap, own in gaps)
 
 
 def _gaps(*made: tuple[np.ndarray, State]) -> list[tuple[float, float]]:

@@ -47,15 +47,15 @@ class OpenVinoBackend(OnnxBackend):
         if manifest.precision == INT8:
             config |= QUANTISED
         stages: list[Compiled] = []
-        given, turned = manifest.inputs, frozenset[str]()
+        given, turned = [each.name for each in manifest.inputs], frozenset[str]()
         for stage in manifest.stages:
             content, name = verified(folder, stage.file, stage.checksum), f"{folder / stage.file}"
             stages.append(Compiled(core, content, name, config, given, stage.carries, turned, self.batch_size))
-            given, turned = stage.carries, stages[-1].turned
+            given, turned = [each.name for each in stage.carries], stages[-1].turned
         return stages
 
 
-def quantised_stage(content: bytes, name: str, takes: Sequence[TensorSpec]) -> "Compiled":
+def quantised_stage(content: bytes, name: str, takes: Sequence[str]) -> "Compiled":
     """Return a stage of int8 as a folder of them runs it, on one thread, but for how images cross cuts."""
     config = {**PLAIN, **QUANTISED, "INFERENCE_NUM_THREADS": 1}
     return Compiled(_core(), content, name, config, takes, (), (), None)
@@ -73,7 +73,7 @@ class Compiled:
         content: bytes,
         name: str,
         config: dict[str, Any],
-        takes: Sequence[TensorSpec],
+        takes: Sequence[str],
         gives: Sequence[TensorSpec],
         turned: Collection[str],
         batch_size: int | None,
@@ -82,8 +82,7 @@ class Compiled:
         self._core, self._name, self._config = core, name, config
         try:
             self._model = core.read_model(io.BytesIO(content))
-            names = [each.name for each in takes]
-            self._read = [names.index(each.any_name) for each in self._model.inputs]  # others no node reads
+            self._read = [takes.index(each.any_name) for each in self._model.inputs]  # others no node reads
             self._rows = _give_largest_indices(self._model)
             _widen_sums(self._model)
             _take_channels_last(self._model, turned)
