@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from alight.engine.backends import Reads
 from alight.engine.backends.torch import captures, open_stages
@@ -182,11 +183,9 @@ def test_what_modules_keep_beside_parameters_and_buffers_is_followed():
         module = Caches().eval()
         addresses = followed(module, inputs)
         module(inputs)  # makes another `passing`, which nothing captured reads
-        assert addresses.hold(few=True)
-        assert addresses.hold(few=False)
+        assert addresses.hold()
         change(module)
-        assert not addresses.hold(few=True)
-        assert not addresses.hold(few=False)
+        assert not addresses.hold()
 
 
 @torch.inference_mode()
@@ -194,6 +193,39 @@ def test_memory_that_no_module_holds_is_refused():
     module, foreign = Caches().eval(), torch.ones(4)
     with pytest.raises(AlightError, match="no parameters or buffers of its modules: register_buffer them"):
         followed(module, torch.randn(8, 4), lambda inputs: module(inputs) + foreign)
+
+
+def three_layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4)).eval()
+
+
+CHANGES = {
+    "a weight": lambda layers: setattr(layers[1][0], "weight", nn.Parameter(torch.zeros(4, 4))),
+    "its numbers": lambda layers: setattr(layers[1][0].weight, "data", torch.zeros(4, 4)),
+    "a bias that was none": lambda layers: setattr(layers[1][0], "bias", nn.Parameter(torch.zeros(4))),
+    "a layer": lambda layers: layers[1].__setitem__(0, nn.Linear(4, 4)),
+    "a block": lambda layers: layers.__setitem__(1, nn.Identity()),
+    "a layer more": lambda layers: layers[1].append(nn.Tanh()),
+    "a parametrization": lambda layers: nn.utils.parametrizations.weight_norm(layers[1][0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_layers_that_stay_is_noticed(change):
+    layers = three_layers()
+    addresses = followed(layers, torch.randn(2, 4))
+    layers.load_state_dict(three_layers().state_dict())  # in place
+    assert addresses.hold()
+    CHANGES[change](layers)
+    assert not addresses.hold()
+
+
+@torch.inference_mode()
+def test_weights_of_a_class_that_keeps_its_numbers_in_other_tensors_are_refused():
+    layers = three_layers()
+    layers[1][0].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4)), requires_grad=False)
+    with pytest.raises(AlightError, match="a TwoTensor does not say where its numbers lie: take weights of plain"):
+        followed(layers, torch.randn(2, 4))
 
 
 @torch.inference_mode()
@@ -204,9 +236,9 @@ def test_networks_of_timm_use_nothing_but_what_they_hold(name):
     network = timm.create_model(name, num_classes=10).eval()
     size = network.default_cfg["input_size"]
     addresses = followed(network, torch.randn(1, *size))
-    assert addresses.hold(few=True)
+    assert addresses.hold()
     network.train().eval()
-    assert addresses.hold(few=False) == (name != "levit_128s")  # which empties its caches then
+    assert addresses.hold() == (name != "levit_128s")  # which empties its caches then
 
 
 def test_the_first_error_of_concurrent_work_is_the_one_that_is_said(monkeypatch):

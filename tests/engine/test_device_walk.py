@@ -643,6 +643,43 @@ def test_weights_that_were_moved_are_captured_again(table, inputs):
     assert not {id(walk) for walk in deciding.walks.values()} & {id(walk) for walk in before.values()}
 
 
+class Counted(Captured):
+    """Counts captures."""
+
+    count = 0
+
+    def __init__(self, work):
+        super().__init__(work)
+        Counted.count += 1
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(Counted, "count", 0)
+    monkeypatch.setattr(Interpreted, "executor", lambda *_, **__: (Executor(Counted, ByPython), None))
+    return Counted
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 3, 20])  # a sample, a batch alone, many batches
+@pytest.mark.parametrize("change", ["weight", "layer", "kind of layer"])
+def test_what_was_replaced_between_layers_that_stay_is_captured_again(inputs, counted, count, change):
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    own = MultiExitModel(blocks, [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    found = predictor_of(own, NEVER, 8)
+    for _ in range(2):
+        found(inputs[:count])
+    before = counted.count
+    found(inputs[:count])
+    assert counted.count == before > 0
+    if change == "weight":
+        blocks[0][1].weight = nn.Parameter(torch.zeros(4, 4))
+    else:
+        blocks[0][1] = nn.Linear(4, 4) if change == "layer" else nn.Tanh()
+    found(inputs[:count])
+    assert counted.count == 2 * before
+
+
 @interpreted
 def test_a_walk_in_use_is_not_timed(model, inputs, table):
     found = predictor_of(model, rules(table)["nobody leaves"], 4)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from alight.errors import AlightError
@@ -191,45 +191,44 @@ def _storages(tree: Any) -> set[int]:
 
 
 class Addresses:
-    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
+    """Modules, and where their tensors lie: captured graphs read them there, whatever a module holds by now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.parts = [part for module in modules for part in module.modules()]
-        self.every: list[tuple[dict[str, Any], str, int]] = []  # what holds a tensor, its name there, where it lies
-        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
-        self.kept: list[Tensor] = []  # so that no one else gets their memory
+        self.tables: list[Any] = [each for part in self.parts for each in (part._parameters, part._buffers) if each]
+        self.children: list[Any] = [part._modules for part in self.parts if part._modules]
+        held = [each for table in self.tables for each in table.values() if each is not None]
+        self.strange = [type(each).__name__ for each in held if is_traceable_wrapper_subclass(each)]
+        self.kept = [each.untyped_storage() for each in held]  # so that no one else gets their memory
         self.others: list[tuple[dict[str, Any], tuple[Any, ...], int]] = []  # what is not registered, and the way there
-        for module in modules:
-            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
-            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
-            self.kept += [each.detach() for _, _, each in own]
-            places = [(table, name, each.data_ptr()) for table, name, each in own]
-            self.every += places
-            self.few += places[:1] + places[-1:]
+        self.places = self._places()
+
+    def _places(self) -> tuple[list[int | None], list[nn.Module | None]]:
+        tensors = [None if each is None else each.data_ptr() for table in self.tables for each in table.values()]
+        return tensors, [each for table in self.children for each in table.values()]
 
     def follow(self, used: Sequence[Tensor]) -> None:
         """Look at what captured work uses beside parameters and buffers, too; raise if no module holds it.
 
         Whatever else holds it may let go of it, and captured work would go on using that memory.
         """
-        others = _storages(used) - _storages(self.kept)
+        if self.strange:
+            raise AlightError(f"a {self.strange[0]} does not say where its numbers lie: take weights of plain tensors")
+        others = _storages(used) - {each._cdata for each in self.kept}
         for table in map(vars, self.parts) if others else ():
             for name, held in table.items():
                 ways = [((name,), held), *(((name, key), each) for key, each in _items(held))]
                 own = [(way, each) for way, each in ways if isinstance(each, Tensor) and _storages(each) <= others]
                 self.others += [(table, way, each.data_ptr()) for way, each in own]
-                self.kept += [each.detach() for _, each in own]
-        if not others <= _storages(self.kept):
+                self.kept += [each.untyped_storage() for _, each in own]
+        if not others <= {each._cdata for each in self.kept}:
             raise AlightError(
                 "a stage uses tensors that are no parameters or buffers of its modules: register_buffer them"
             )
 
-    def hold(self, *, few: bool) -> bool:
-        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
-        for table, name, place in self.few if few else self.every:
-            if (each := table.get(name)) is None or each.data_ptr() != place:
-                return False
-        return all(_address(table, way) == place for table, way, place in self.others)
+    def hold(self) -> bool:
+        """Return whether all of them are there still."""
+        return self._places() == self.places and all(_address(table, way) == place for table, way, place in self.others)
 
 
 def _items(held: Any) -> Iterable[tuple[Any, Any]]:

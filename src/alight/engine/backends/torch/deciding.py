@@ -123,8 +123,8 @@ class Deciding:
         try:
             if layout not in walk.ready:  # another walk than the one that took such inputs
                 return None
-            is_current = partial(self.addresses[kind].hold, few=True)
-            found: tuple[int, int, float | None] | None = walk.one_sample(sample, addresses, is_current)
+            found: tuple[int, int, float | None] | None
+            found = walk.one_sample(sample, addresses, self.addresses[kind].hold)
         finally:
             self.busy.discard(kind)
         return found
@@ -230,7 +230,7 @@ class Deciding:
                 return None
             self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
             walk = self.walks.get(kind)
-            fits = walk is None or (same_rule(walk.policy, policy) and self.addresses[kind].hold(few=kind[1]))
+            fits = walk is None or (same_rule(walk.policy, policy) and self.addresses[kind].hold())
             if kind not in self.walks or not fits:
                 if self.decide == "auto" and self.seen[kind] < SEEN:
                     return None

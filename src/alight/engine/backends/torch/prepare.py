@@ -244,7 +244,7 @@ class Graphed:
         """Return what replays such a batch, captured now if need be; None where it is launched kernel by kernel."""
         count = len(state[0])
         self.size = size = self.size or count
-        if not self.addresses.hold(few=count == 1):
+        if not self.addresses.hold():
             self.addresses = Addresses(self.modules)
             for stage in self.every:
                 stage.captured.clear()
