@@ -644,13 +644,15 @@ def test_weights_that_were_moved_are_captured_again(table, inputs):
 
 
 class Counted(Captured):
-    """Counts captures."""
+    """Counts captures, of which one may be interrupted."""
 
-    count = 0
+    count, interrupted = 0, False
 
     def __init__(self, work):
         super().__init__(work)
         Counted.count += 1
+        if Counted.interrupted:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -678,6 +680,64 @@ def test_what_was_replaced_between_layers_that_stay_is_captured_again(inputs, co
         blocks[0][1] = nn.Linear(4, 4) if change == "layer" else nn.Tanh()
     found(inputs[:count])
     assert counted.count == 2 * before
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_a_capture_that_was_interrupted_leaves_nothing_of_other_weights(inputs, counted, monkeypatch, count):
+    own = MultiExitModel([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    found = predictor_of(own, NEVER, 8)
+    found(inputs[:count])
+    before = counted.count
+    own.double().float()
+    monkeypatch.setattr(counted, "interrupted", True)
+    with pytest.raises(KeyboardInterrupt):
+        found(inputs[:count])
+    monkeypatch.setattr(counted, "interrupted", False)
+    found(inputs[:count])
+    assert counted.count == 2 * before + 1
+    assert not found.backend.deciding.busy
+
+
+@interpreted
+def test_a_change_of_policy_that_was_interrupted_is_made_again(model, inputs, table, monkeypatch):
+    never, always = (rules(table)[f"{name} leaves"] for name in ("nobody", "everybody"))
+    found = predictor_of(model, never, 8)
+    assert (found(inputs[:8]).exits == 2).all()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    other = found.with_policy(always)
+    with monkeypatch.context() as patch:
+        patch.setattr(Threshold, "numbers", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other(inputs[:8])
+    assert not found.backend.deciding.busy
+    assert (other(inputs[:8]).exits == 0).all()
+    assert (found(inputs[:8]).exits == 2).all()
+
+
+@interpreted
+def test_a_batch_that_the_device_has_no_memory_for_leaves_all_that_came_before(monkeypatch):
+    rule = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5), salt=3)
+    head = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 3))
+    model = MultiExitModel([nn.Tanh(), nn.Tanh()], [head, head]).eval()
+    data = [torch.randn(3, size, generator=torch.Generator().manual_seed(0)) for size in (9, 5, 7, 5, 7, 9)]
+    found, given = predictor_of(model, rule, 4), []
+    found.run(data, progress=False)
+
+    def full(inputs):
+        given.append(inputs)
+        if len(given) == len(data):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inputs
+
+    for walk in found.backend.deciding.walks.values():
+        walk.admit = full
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        found.run(data, samples=np.arange(18), progress=False)
+    assert sorted(np.concatenate([each.samples for each in caught.value.finished])) == [*range(15)]
 
 
 @interpreted

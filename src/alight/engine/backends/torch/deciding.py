@@ -234,15 +234,17 @@ class Deciding:
             if kind not in self.walks or not fits:
                 if self.decide == "auto" and self.seen[kind] < SEEN:
                     return None
+                walk = None  # frees the old one; nor does a capture that is interrupted leave it
+                self.walks.pop(kind, None)
                 with on(self.device):
                     self.addresses[kind] = Addresses(self.modules)
                     walk = self.walks[kind] = self._captured(kind, policy, batches, host)
             if walk is None:
                 self.addresses.pop(kind, None)  # which keeps tensors
                 return None
-            self.busy.add(kind)
             if walk.policy is not policy:
                 walk.use(policy)
+            self.busy.add(kind)
             return walk
 
     def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:

@@ -11,6 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -134,11 +135,12 @@ class DeviceWalk:
 
     def use(self, policy: Policy) -> None:
         """Decide by the numbers of this policy from now on; its rule must be that of the first one."""
-        self.policy = policy
+        self.policy = copy(policy)  # another one, should this be interrupted
         if self.last and isinstance(policy, Threshold | Lottery) and self.by_kernel:
             numbers = [policy.numbers(open_index) for open_index in range(self.last)]
             self.ties[: self.last] = self.ties.new_tensor([ties for ties, _ in numbers])
             self.rules[: self.last] = self.rules.new_tensor([rule for _, rule in numbers])
+        self.policy = policy
 
     def _answers(self, found: Integers) -> Answers:
         """Return rows of answers by column."""
@@ -463,7 +465,7 @@ class StreamWalk(DeviceWalk):
         """Let no sample wait, as after an error."""
         while self.in_flight:
             self._wait()
-        stages, self.started, self.ending, self.turn, self.given = self.last + 1, False, False, 0, 0
+        stages, self.started, self.ending, self.turn = self.last + 1, False, False, 0
         self.arrived, self.launched, self.flying = [0] * stages, [0] * stages, [0] * stages  # samples, batches, batches
         self.answered, self.taken = [0] * stages, [0] * stages  # answers that the host knows of, and has taken
         self.found.clear()
@@ -482,7 +484,6 @@ class StreamWalk(DeviceWalk):
             if self.uploading is not None:
                 self.uploading.wait_stream(self.stream)  # for copies of a run that was left
             self.started = True
-        self.given += len(samples)
         on_device = self.uploading is None or any(getattr(each, "is_cuda", False) for each in inputs)
         with torch.cuda.stream(None if on_device else self.uploading):
             numbers = torch.from_numpy(samples)
@@ -521,16 +522,16 @@ class StreamWalk(DeviceWalk):
         """Answer everything that waits, stage by stage: full batches, then a partial one."""
         with self.here():
             self._enter()
-            self.ending = True
+            self.ending, given = True, self.arrived[0]
             for stage in range(self.last + 1):
                 self._finish_full()
                 if waiting := self._waiting(stage):
                     self._run_partial(stage, waiting)
             self._finish_full()
         self.started = self.ending = False
-        if sum(self.answered) != self.given:
+        if sum(self.answered) != given:
             raise AlightError(
-                f"{self.given} samples were given to the device and {sum(self.answered)} answered: run with"
+                f"{given} samples were given to the device and {sum(self.answered)} answered: run with"
                 ' decide="host", and report what network it was'
             )
 
