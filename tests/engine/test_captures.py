@@ -64,6 +64,18 @@ def handed_on_by_what_torch_does_not_see(module, inputs):
     return made.view(-1)
 
 
+def in_memory_of_another_order_by_what_torch_does_not_see(module, inputs):
+    made = inputs.new_empty_strided(inputs.shape, inputs.stride())
+    np.copyto(np.frombuffer(memory_of(made), dtype=np.float32), inputs.numpy().ravel())
+    return made + 1
+
+
+def permuted_by_what_torch_does_not_see(module, inputs):
+    made = torch.empty_permuted(inputs.shape, (0, 1))
+    np.copyto(np.frombuffer(memory_of(made), dtype=np.float32), inputs.numpy().ravel())
+    return made + 1
+
+
 def memory_of(tensor):
     import ctypes
 
@@ -90,6 +102,8 @@ def by_a_norm_that_trains(module, inputs):
         by_an_operation_of_somebody_else,
         by_what_torch_does_not_see,
         handed_on_by_what_torch_does_not_see,
+        in_memory_of_another_order_by_what_torch_does_not_see,
+        permuted_by_what_torch_does_not_see,
         into_what_it_makes_in_its_first_run,
         by_a_norm_that_trains,
     ],

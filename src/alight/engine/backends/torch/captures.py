@@ -142,7 +142,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(zip([each.name for each in function._schema.arguments], args, strict=False)) | (kwargs or {})
         operation = function.overloadpacket.__name__
-        is_empty = operation in ("empty", "empty_like", "empty_strided", "new_empty")
+        is_empty = operation.startswith(("empty", "new_empty"))
         tensors = [each for each in tree_leaves(named) if isinstance(each, Tensor)]
         self.is_safe &= function.namespace in ("aten", "prims")  # others may write anywhere
         self.is_safe &= all(type(each) in (Tensor, Parameter) for each in tensors)
