@@ -168,7 +168,7 @@ def test_one_kernel_decides_about_ties_as_numpy_does_to_the_bit(threshold, share
     policy = Threshold((threshold,), (share,), costs=(1.0, 2.0), salt=7 << 32 | 11)
     ends = tie_range(threshold)
     scores = np.repeat([threshold, *(np.nextafter(end, to) for end in ends for to in (-np.inf, end, np.inf))], 8)
-    samples, size = np.arange(100, 100 + len(scores)), len(scores)
+    samples, size = (2**34 + 1) * np.arange(-40, len(scores) - 40), len(scores)  # beyond 32 bits, on either side of 0
     expected = policy.step(0, samples, scores, scores, ())[0]
     ties, rule = policy.numbers(0)
     packed = torch.from_numpy(np.stack([np.zeros(size), np.ones(size), scores], 1))
