@@ -951,6 +951,15 @@ def test_the_host_decides_where_stages_read_what_they_do_not_hold(model, inputs,
 
 
 @interpreted
+def test_the_host_decides_about_gains_that_no_kernel_scores(model, inputs, table):
+    """Their step looks classes up in a tensor that a cache of 64 holds: captured work would read it after that."""
+    rule = Streak(threshold=-0.1, patience=1, costs=COSTS, combination=GAIN)
+    found = predictor_of(model, rule, 8)
+    np.testing.assert_array_equal(found(inputs).exits, replay(rule, table).exits)
+    assert found.decided_by == "the host decides: Streak needs it"
+
+
+@interpreted
 def test_batches_of_shapes_that_are_not_captured_run_together(monkeypatch):
     ran = []
 

@@ -55,6 +55,8 @@ RunAll = Callable[[Sequence[Callable[[], Any]]], list[Any]]  # runs functions, a
 
 def is_decidable(policy: Policy) -> bool:
     """Return whether a device can decide as the policy says: sample by sample, by arithmetic alone."""
+    if isinstance(policy.combination, Gain) and not _is_by_kernel(policy):
+        return False  # its step reads a table of classes that a cache holds, and lets go of
     if isinstance(policy, Mixture):
         return is_decidable(policy.first) and is_decidable(policy.second)
     return type(policy) in BY_STEP
