@@ -193,15 +193,10 @@ class Deciding:
                 yield from walk.fetched()
             for walk in taken.values():
                 walk.end()
-            yield from _fetched(taken.values())
+                yield from walk.fetched(every=True)
             yield from host(_emptied(others))
         except Exception:  # of a loader: what came before is answered, unless that fails too
-            with suppress(Exception):
-                for walk in taken.values():
-                    walk.end()
-            yield from _fetched(taken.values())
-            with suppress(Exception):
-                yield from host(_emptied(others))
+            yield from _rescued(taken.values(), host(_emptied(others)))
             raise
         finally:
             for kind, walk in taken.items():
@@ -318,9 +313,15 @@ def _raised(error: Exception) -> Batch:
     raise error
 
 
-def _fetched(walks: Iterable[StreamWalk]) -> Iterator[Answers]:
+def _rescued(walks: Iterable[StreamWalk], others: Iterator[Answers]) -> Iterator[Answers]:
+    """Yield the answers of all that came before an error, but of what fails."""
     for walk in walks:
-        yield from walk.fetched(every=True)
+        with suppress(Exception):
+            walk.end()
+        with suppress(Exception):
+            yield from walk.fetched(every=True)
+    with suppress(Exception):
+        yield from others
 
 
 def _kind(batch: Batch, size: int, *, alone: bool = False) -> tuple[Any, ...]:
