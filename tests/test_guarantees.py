@@ -15,6 +15,7 @@ from alight.budgeting.thresholds import (
     passing_counts,
     survivor_thresholds,
     thresholds_at_ranks,
+    tie_range,
 )
 
 pytestmark = pytest.mark.guarantee
@@ -186,8 +187,8 @@ def test_tied_scores_still_spend_the_budget(draw):
         thresholds = survivor_thresholds(calibration, RATES)
         noise, staying, cost = rng.uniform(size=4000), np.ones(4000, bool), np.full(4000, COSTS[0])  # a fair hash
         for exit_index, (value, share) in enumerate(zip(*thresholds, strict=True)):
-            scores = fresh[:, exit_index]
-            staying &= (scores < value) | ((scores == value) & (noise >= share))
+            scores, (lowest, highest) = fresh[:, exit_index], tie_range(value)
+            staying &= (scores < lowest) | ((scores <= highest) & (noise >= share))
             cost[staying] = COSTS[exit_index + 1]
         costs.append(cost.mean())
     assert np.mean(costs) <= BUDGET * 1.01

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as numpy_strategies
 
 from alight import Costs, HeadOutputs, calibrate, replay
 from alight.budgeting.rates import geometric_rates
-from alight.budgeting.thresholds import hashed_below, passing_counts, survivor_thresholds, tie_range
+from alight.budgeting.thresholds import hash01, hashed_below, passing_counts, survivor_thresholds, tie_cell, tie_range
 from alight.calibrate import METHODS
 from alight.calibrate.cost_guarantees import lowered
 from alight.policies.paced import _cut
@@ -146,6 +146,82 @@ def test_exit_shares_never_exceed_their_law_where_scores_are_dense(spread):
     error = np.std(passed, axis=0) / math.sqrt(len(passed))
     assert (np.mean(passed, axis=0) <= law + 3.3 * error).all()
     assert (np.mean(passed, axis=0) >= law - 2 / (samples + 1) - 3.3 * error).all()
+
+
+@given(levels | st.floats(1e-17, 1e-9).map(lambda gap: 1 + gap) | st.floats(1e-300, 1e-3).map(lambda size: -size))
+def test_cells_divide_all_scores_and_none_is_wider_than_the_ties_of_a_threshold(score):
+    assume(not 0 < abs(score) < 1e-300)
+    bottom, top = tie_cell(score)
+    assert bottom <= score <= top
+    assert tie_cell(bottom) == tie_cell(top) == (bottom, top)
+    assert tie_cell(math.nextafter(top, math.inf))[0] == math.nextafter(top, math.inf)
+    assert tie_cell(math.nextafter(bottom, -math.inf))[1] == math.nextafter(bottom, -math.inf)
+    column = np.array([[bottom, 1.0], [top, 0.0]])
+    limits = survivor_thresholds(column, np.array([0.25, 0.75]))  # the second of two samples leaves
+    lowest, highest = tie_range(limits.values[0])
+    assert lowest <= bottom
+    assert highest <= top
+
+
+@pytest.mark.parametrize(
+    "round_number", [0.05, 0.1, 1 / 8, 0.25, 1 / 3, 0.5, 2 / 3, 0.75, 0.9, 2.0, -1.0, -math.log(2)]
+)
+def test_no_cell_ends_near_a_round_number(round_number):
+    assert tie_cell(round_number * (1 - 1e-7)) == tie_cell(round_number * (1 + 1e-7))
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.02, 0.3, 0.5, 0.9, 1 - 1e-9, -0.7, 3.0]),
+    st.sampled_from([1e-8, 1e-6, 1e-5, 3e-5, 1e-4]),
+    st.integers(2, 40),
+    st.lists(st.floats(0.01, 1), min_size=3, max_size=3),
+)
+def test_whatever_the_scores_those_that_pass_do_so_in_an_order_that_is_the_same_for_all_data(
+    seed, level, spread, samples, weights
+):
+    """That of cells, then of hashes: thresholds at its k-th samples give the Dirichlet law exactly."""
+    rng = np.random.default_rng(seed)
+    size = samples + 300
+    clouds = rng.choice(rng.normal(size=(3, 1, 2)), size=size)[:, 0]  # discrete, with jitter of their own
+    scores = level + spread * min(abs(level), abs(1 - level)) * (
+        clouds + rng.choice([1e-3, 0.3]) * rng.random((size, 2))
+    )
+    calibration, fresh = np.split(scores, [samples])
+    rates, salt = np.array(weights) / sum(weights), int(rng.integers(2**53))
+    policy = Threshold(**survivor_thresholds(calibration, rates, salt=salt).fields(), costs=(1.0, 2.0, 3.0), salt=salt)
+    numbers = np.arange(size)
+    waiting, leaving = np.split(numbers, [samples])
+    allowed, passing = np.ones((2, 300), dtype=bool)
+    for exit_index, count in enumerate(passing_counts(rates, samples)):
+        cells = (tie_cell(each)[0] for each in scores[:, exit_index].tolist())
+        keys = [*zip(cells, (-hash01(numbers, salt)).tolist(), strict=True)]
+        if count <= len(waiting):
+            kth = sorted(keys[number] for number in waiting)[count - 1] if count else (-math.inf, -1.0)
+            waiting = np.array([number for number in waiting if keys[number] < kth], dtype=int)
+            allowed &= np.array([keys[number] < kth for number in leaving])
+        passing &= ~policy.step(exit_index, leaving, None, fresh[:, exit_index], ())[0]
+        assert not (passing & ~allowed).any()
+
+
+def test_two_clouds_a_width_of_ties_apart_pass_no_more_than_their_law():
+    """Where the range of ties went with the k-th score, 4 samples in 1,000 too many passed on average."""
+    samples, low, width, rng = 1000, 0.3, 3e-6, np.random.default_rng(0)
+    rates = np.array([0.45, 0.55])
+    count, start, end = int(passing_counts(rates, samples)[0]), low + 0.97 * width, low + 1.27 * width
+
+    def uniform(score):
+        return 0.5 * np.clip((score - start) / (end - start), 0, 1)
+
+    passed = []
+    for _ in range(2000):
+        is_low = rng.random(samples) < 0.5
+        scores = np.where(is_low, low, rng.uniform(start, end, samples))[:, None].repeat(2, axis=1)
+        limits = survivor_thresholds(scores, rates, salt=int(rng.integers(2**53)))
+        lowest, highest = tie_range(limits.values[0])
+        below, at_most = 0.5 * (low < lowest) + uniform(lowest), 0.5 * (low <= highest) + uniform(highest)
+        passed.append(below + (at_most - below) * (1 - limits.tie_shares[0]))
+    assert np.mean(passed) <= count / (samples + 1) + 3 * np.std(passed) / math.sqrt(len(passed))
 
 
 def test_the_cut_of_a_stream_counts_what_is_nearly_equal():

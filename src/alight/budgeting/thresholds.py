@@ -6,6 +6,7 @@ leave. The last exit takes every sample and has no threshold.
 """
 
 import math
+from bisect import bisect_right
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,8 @@ Slack = Literal["paper"] | float | None
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
 TIE_PRECISION = 100_000  # a score is tied with a threshold if they differ by less than one part in so many
 ABSOLUTE = 0.1  # below which positive scores, such as margins, are differences whose rounding shrinks no further
+CELL, SMALL_CELL = 1.98e-5, 1.9787e-6  # a cell's width: relative, and where ties are ABSOLUTE; below that of ties
+PARTS = -math.inf, 0.0, 0.1037, 0.5025, 1.0, math.inf  # of all scores, each with one kind of cells
 SALTS = 2**53  # so many salts there are: whole numbers that every reader of JSON keeps
 PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3.5, as its proof has it
 
@@ -131,8 +134,8 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None,
     """Calibrate each exit on the samples still waiting there, so that the share gone by it is as planned.
 
     The threshold lies midway between the (k - 1)-th and k-th smallest score of those waiting, with k of
-    `passing_counts`: k - 1 of them pass on. Where both are tied with it, it lies at the k-th, and of the samples tied
-    with that those pass on whose rows have the largest hashes under the salt.
+    `passing_counts`: k - 1 of them pass on. Where both are in one cell (`tie_cell`), all of the cell are tied with the
+    threshold, and those pass on whose rows have the largest hashes under the salt.
 
     >>> scores = np.array([[0.1, 0.9], [0.4, 0.8], [0.6, 0.7]])
     >>> survivor_thresholds(scores, np.array([0.5, 0.5])).values
@@ -156,27 +159,63 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None,
 
 
 def _divide(column: Floats, waiting: Any, count: int, salt: int) -> tuple[npt.NDArray[np.bool_], float, float]:
-    """Return which samples pass on (count - 1 of them), and the threshold and tie share for it."""
+    """Return which samples pass on (count - 1 of them), and the threshold and tie share for it.
+
+    Samples are ordered by cells and, inside a cell, by hashes, the largest first: an order that no score of the
+    calibration has a part in, so that what lies before its k-th sample, fresh samples included, follows the exact law
+    of k. The first k - 1 are those that pass on here. By the threshold no others pass but samples of lower cells, and
+    of the k-th sample's cell those with larger hashes than it: fresh samples that pass do so in that order too, at this
+    exit and, since the same calibration samples wait at the next, at all.
+    """
     ordered = np.partition(column, sorted({max(count - 2, 0), count - 1}))
     upper = float(ordered[count - 1])
-    lower = float(ordered[count - 2]) if count > 1 else upper
-    threshold = between(lower, upper)
-    low, high = tie_range(threshold)
-    if count == 1 or lower < low:
-        return column < low, threshold, 1.0
-    low, high = tie_range(upper)
-    passing = column < low
-    tied = np.flatnonzero(~passing & (column <= high))
+    lower = float(ordered[count - 2]) if count > 1 else -math.inf
+    bottom, top = tie_cell(upper)
+    passing = column < bottom
+    if count == 1 or lower < bottom:
+        threshold = between(lower, upper)
+        if not lower < tie_range(threshold)[0] <= bottom:
+            threshold = _shifted(between(lower, bottom), 0.999)
+        return passing, threshold, 1.0
+    tied = np.flatnonzero(~passing & (column <= top))
     hashes = hash32(tied if isinstance(waiting, slice) else waiting[tied], salt) / 2**32
     by_hash = np.argsort(hashes)
     leaving = len(tied) - (count - 1 - int(passing.sum()))  # the others pass on: those with the largest hashes
-    if leaving == len(tied):
-        return passing, upper, 1.0
     passing[tied[by_hash[leaving:]]] = True
     last_leaving, first_staying = float(hashes[by_hash[leaving - 1]]), float(hashes[by_hash[leaving]])
-    if (column[tied] == upper).all():
-        return passing, upper, between(last_leaving, first_staying)
-    return passing, upper, first_staying  # the larger share: so the exits' law holds for scores that differ, too
+    return passing, _shifted(top, -1.001), between(last_leaving, first_staying)
+
+
+def tie_cell(score: float) -> tuple[float, float]:
+    """Return the lowest and the highest score of a score's cell, a little narrower than the ties of a threshold.
+
+    Cells divide all scores and are the same for all data. They are relative to what `tie_range` is relative to, and
+    none ends at a round number, such as one half, at which many scores may lie but for rounding.
+
+    >>> tie_cell(0.5) == tie_cell(0.5000001), tie_cell(1.0)
+    (True, (1.0, 1.0))
+    """
+    if score == 1 or math.isinf(score):
+        return score, score
+    part = bisect_right(PARTS, score)
+    start, stop = PARTS[part - 1], PARTS[part]
+    end, sign = float(start >= PARTS[3]), -1.0 if stop in (0, 1) else 1.0  # distances are from 0 or 1
+    distance = abs(score - end)
+    number = math.floor(distance / SMALL_CELL if start == 0 else math.log(distance) / CELL - 0.3)
+    numbers = np.arange(number - 1.0, number + 3)  # rounded, so that it may lie in the next cell
+    edges = (SMALL_CELL * numbers).tolist() if start == 0 else [*map(math.exp, (CELL * (numbers + 0.3)).tolist())]
+    above = min(bisect_right(edges, distance), 3)
+    nearest, farthest = edges[above - 1], math.nextafter(edges[above], 0)
+    near, far = end + sign * nearest, end + sign * farthest
+    near = math.nextafter(near, sign * math.inf) if abs(near - end) < nearest else near  # rounded out of the cell
+    far = math.nextafter(far, end) if abs(far - end) > farthest else far
+    return max(min(near, far), start), min(max(near, far), math.nextafter(stop, -math.inf))
+
+
+def _shifted(score: float, widths: float) -> float:
+    """Return a score so many times as far away as ties reach: its own begin or end just below the given one."""
+    lowest, highest = tie_range(score)
+    return score + widths * max(score - lowest, highest - score) if highest > lowest else score
 
 
 def between(lower: float, upper: float) -> float:

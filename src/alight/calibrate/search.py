@@ -305,7 +305,7 @@ def genetic(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> replay(genetic(costs, "50%", labelled, generations=2), test).accuracy(test.labels)
-    0.4314
+    0.4313
     """
     problem = Problem.of("genetic", costs, budget, labelled, unlabelled)
     seed, population, generations = index(seed), index(population), index(generations)
