@@ -349,7 +349,9 @@ COMMANDS = (
             argument("--split", help="part of a data set that has several (default: test)"),
             argument("--budget", help="instead of a policy: '50%%', '0.5 ms' of the exported network"),
             argument(
-                "--max-accuracy-loss", type=share, help="instead: the fastest that loses no more; 0.01 is a point"
+                "--max-accuracy-loss",
+                type=share,
+                help="instead: the fastest that loses no more against the last exit in this precision; 0.01 is a point",
             ),
             argument("--batch-size", type=count, help="at which stages are timed (default: 1)"),
             argument("--threads", type=count, help="default: one for each processor"),
