@@ -102,7 +102,7 @@ def test_each_runtime_is_planned_for_by_its_own_times(short_trials, monkeypatch,
 def test_policies_of_several_runtimes_lose_no_more_together_than_one_alone(short_trials, monkeypatch):
     asked = []
 
-    def noted(fit, costs, fitting, testing, loss, delta):
+    def noted(fit, costs, fitting, testing, loss, delta, baselines):
         asked.append(delta)
 
     monkeypatch.setattr(planning, "cheapest", noted)

@@ -1,5 +1,6 @@
 """A plan pays on this machine, or is the full network."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from alight.calibrate.risk_guarantees import largest_loss
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
-from alight.planning.plan import cheapest, plan, walking_costs
+from alight.planning.plan import TESTING_SALT, cheapest, plan, walking_costs
 from alight.policies.policy import ExitAt
 from alight.policies.route import replay
 
@@ -195,6 +196,36 @@ def test_a_cascade_pays_where_the_small_network_answers_most():
     assert "loses at most 5 %" in found.reason
     with pytest.raises(BadInput, match="every network of a cascade has settings of its own"):
         plan(linear_chain(8, 8), recorded([0.8, 0.9]), batch_size=4, speed="auto")
+
+
+def test_a_cascade_loses_no_more_than_is_said_against_the_most_accurate_of_its_networks():
+    """The largest is not: a plan was tested against it, and printed beside the middle one."""
+    table = recorded([0.6, 0.95, 0.7], size=3000)
+    found = plan(linear_chain(64, 14_000, 16_000), table, batch_size=64, max_accuracy_loss=0.05, progress=False)
+    assert found.full_accuracy > 0.9
+    assert found.full_accuracy - found.accuracy <= 0.05
+    kept = plan(linear_chain(64, 14_000, 16_000), table, batch_size=64, budget="10%", progress=False)
+    assert not kept.pays or kept.largest_loss >= kept.full_accuracy - kept.accuracy
+    assert "use middle alone" in plan(linear_chain(8, 8, 8), table, batch_size=4, progress=False).reason.lower()
+
+
+def test_a_plan_without_labels_says_that_it_compares_with_the_last_exit():
+    model, table = chain([64, 16_000, 16_000]), recorded([0.85, 0.88, 0.9])
+    unlabelled = HeadOutputs(table.scores, table.predictions)
+    found = plan(model, unlabelled, example=EXAMPLE, batch_size=64, max_accuracy_loss=0.3, progress=False)
+    assert "of agreement with the last exit, with 95 % confidence" in found.reason
+    assert "agreement" in str(found)
+    assert "accuracy" not in str(found)
+
+
+def test_a_plan_is_judged_with_other_ties_than_set_its_thresholds():
+    table = recorded([0.6, 0.88, 0.9], seed=1)
+    tied = HeadOutputs(np.full_like(table.scores, 0.5), table.predictions, table.labels)
+    found = plan(chain([64, 16_000, 16_000]), tied, example=EXAMPLE, batch_size=64, budget="50%", progress=False)
+    _, testing = tied.split(1 / 3, np.random.default_rng(0))
+    assert found.pays
+    assert found.accuracy == replay(replace(found.policy, salt=TESTING_SALT), testing).accuracy()
+    assert found.accuracy != replay(found.policy, testing).accuracy()
 
 
 def test_graded_answers_lose_quality_and_not_their_label():

@@ -52,7 +52,7 @@ BATCHES, ROUNDS = 8, 7  # of the trial: batches of a run at least, and runs
 TESTING_SALT = 1  # so that ties are not drawn like those of the samples that set thresholds
 CONFIDENCE = 0.95  # that no more accuracy is lost than was said
 WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
-FULL = "full network"
+FULL, ACCURACY, AGREEMENT = "full network", "accuracy", "agreement"
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ class Plan:
     costs: Costs  # milliseconds per sample, as measured
     batch_size: int  # of the trial
     model: Network = field(repr=False)  # the network, or a cascade
-    largest_loss: float = 0.0  # of accuracy, with 95 % confidence
+    largest_loss: float = 0.0  # of accuracy, with 95 % confidence; in a cascade against each of its networks
     settings: RunSettings = field(default_factory=RunSettings)  # with which it runs
     reason: str = ""  # why it pays or not, in a sentence
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
     runtimes: RuntimeComparison | None = field(default=None, repr=False)  # PyTorch beside ONNX Runtime and OpenVINO
+    measure: str = ACCURACY  # or agreement with the last exit, where labels are missing
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ class Plan:
             ["", FULL, "planned"],
             ["samples/s", f"{self.full_throughput:,.0f}", f"{self.throughput:,.0f}"],
             ["speed-up", "1.00x", f"{self.speedup:.2f}x"],
-            ["accuracy", accuracy_text(self.full_accuracy), accuracy_text(self.accuracy)],
+            [self.measure, accuracy_text(self.full_accuracy), accuracy_text(self.accuracy)],
         ]
 
     def _repr_html_(self) -> str:
@@ -183,17 +184,18 @@ def plan(
         fitting, testing = labelled.split(FITTED, np.random.default_rng(0))
         others = installed_runtimes() if speed == "runtimes" else []
         delta = (1 - CONFIDENCE) / (1 + len(others))  # of which any may be chosen, by its time
-        question = _Question(fit, fitting, testing, budget, loss, delta)
+        question = _Question(fit, fitting, testing, budget, loss, delta, _baselines(model))
         policy = question.policy_for(costs)
         begin("running it beside the full network")
-        baseline = _as_accurate(policy, costs, testing) if policy and isinstance(model, Cascade) else -1
+        baseline = _as_accurate(policy, costs, testing) if isinstance(model, Cascade) else -1
         own: dict[str, Any] = {"costs": (float(costs.alone[baseline]),), "unit": costs.unit, "full_cost": costs.full}
         alone = replace(full_network(model, baseline), method=FULL, **own)
         right = float(testing.correct()[:, baseline].mean())
-        terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
+        measure = ACCURACY if labelled.labels is not None else AGREEMENT
+        terms: dict[str, Any] = {"settings": settings, "tuned": tuned, "measure": measure}
         full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
         if policy is None:
-            planned = _untried(full, example, _nothing_cheaper(loss, delta, len(labelled)))
+            planned = _untried(full, example, _nothing_cheaper(loss, delta, len(labelled), _instead(full)))
         elif isinstance(model, Cascade) and policy.open_exits == alone.open_exits:
             alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
             planned = _untried(full, example, alike)
@@ -215,12 +217,13 @@ class _Question:
     budget: float | str | None
     loss: float  # where no budget is given
     delta: float  # probability that the policy for some costs loses more
+    baselines: Sequence[int]  # exits against each of which it must not lose more
 
     def policy_for(self, costs: Costs) -> Policy | None:
         """Return the policy for these costs; None where no cheaper one can be shown to lose so little."""
         if self.budget is not None:
             return self.fit(costs, self.budget, self.fitting)
-        return cheapest(self.fit, costs, self.fitting, self.testing, self.loss, self.delta)
+        return cheapest(self.fit, costs, self.fitting, self.testing, self.loss, self.delta, self.baselines)
 
 
 def _example(model: Network) -> Any:
@@ -261,38 +264,51 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
 
     `loss` is the accuracy that it was shown to lose at most; None where that is to be found.
     """
-    name = full.model.exits[full.open_exits[0]]
-    instead = f"{name} alone" if isinstance(full.model, Cascade) else "the full network"
+    instead = _instead(full)
     if policy.open_exits == full.open_exits:  # the same network: they differ by noise alone
         return _untried(full, example, f"No earlier exit is accurate enough here. Use {instead}.")
     policy = replace(policy, exits=full.model.exits)
-    decisions, before = replay(policy, testing), testing.correct()[:, full.open_exits[0]]
-    correct = decisions.correct(testing.truth())
-    lost = largest_loss(before, correct, 1 - CONFIDENCE) if loss is None else loss
+    decisions = replay(replace(policy, salt=TESTING_SALT), testing)
+    correct, before = decisions.correct(testing.truth()), testing.correct().T[[*_baselines(full.model)]]
+    lost = max(largest_loss(each, correct, 1 - CONFIDENCE) for each in before) if loss is None else loss
     shares = decisions.exit_shares[list(policy.open_exits)].tolist()
     ours, theirs, ratios = _throughputs(full, example, random_exits(policy, shares))
     if np.quantile(ratios, 0.25) < WORTH:
         median = f"{np.median(ratios):.2f}x median, slower in {(ratios < 1).mean():.0%} of runs"
         return _at(full, theirs, f"Early exit is not worth it here: {median}. Use {instead}.")
-    reason = f"Early exit pays; it loses at most {percent(lost)} of accuracy, with {percent(CONFIDENCE)} confidence."
+    against = " against each of its networks" if len(before) > 1 else ""
+    measure = full.measure if full.measure == ACCURACY else f"{full.measure} with the last exit"
+    sure = f"with {percent(CONFIDENCE)} confidence"
+    reason = f"Early exit pays; it loses at most {percent(lost)} of {measure}{against}, {sure}."
     paying = replace(_at(full, theirs, reason), policy=policy, pays=True, throughput=ours)
     return replace(paying, accuracy=float(correct.mean()), largest_loss=lost)
 
 
-def _as_accurate(policy: Policy, costs: Costs, testing: HeadOutputs) -> int:
+def _instead(full: Plan) -> str:
+    """Return what is used where early exit does not pay."""
+    return f"{full.model.exits[full.open_exits[0]]} alone" if isinstance(full.model, Cascade) else "the full network"
+
+
+def _baselines(model: Network) -> Sequence[int]:
+    """Return the exits that accuracy is compared with: the last, or every network of a cascade."""
+    return range(model.num_exits) if isinstance(model, Cascade) else (-1,)
+
+
+def _as_accurate(policy: Policy | None, costs: Costs, testing: HeadOutputs) -> int:
     """Return the cheapest network of a cascade that is alone as accurate as the policy; the best where none is."""
     accuracies = testing.correct().mean(axis=0)
-    accurate = accuracies >= min(replay(policy, testing).accuracy(testing.truth()), float(accuracies.max()))
+    wanted = 1.0 if policy is None else replay(policy, testing).accuracy(testing.truth())
+    accurate = accuracies >= min(wanted, float(accuracies.max()))
     return int(np.where(accurate, costs.alone, np.inf).argmin())
 
 
-def _nothing_cheaper(loss: float, delta: float, samples: int) -> str:
+def _nothing_cheaper(loss: float, delta: float, samples: int, instead: str) -> str:
     """Return why the full network is the plan, and how many samples would allow another one."""
     needed = smallest_sample_for_loss(loss, delta)
     needed = None if needed is None else math.ceil(needed / (1 - FITTED))
     more = f" ({needed:,} are needed at least)" if needed is not None and samples < needed else ""
     sure = f"{percent(CONFIDENCE)} confidence from {samples:,} labelled samples{more}"
-    return f"No policy that is cheaper by these times loses at most {percent(loss)} with {sure}: use the full network."
+    return f"No policy that is cheaper by these times loses at most {percent(loss)} with {sure}: use {instead}."
 
 
 def _check(
@@ -352,17 +368,19 @@ def cheapest(
     testing: HeadOutputs,
     loss: float,
     delta: float = 1 - CONFIDENCE,
+    baselines: Sequence[int] = (-1,),
 ) -> Policy | None:
     """Return the cheapest policy that loses no more accuracy, None where none can be shown to.
 
     Budgets are tried in a fixed order, from the full network down: policies are fitted to one table and each is tested
-    once on the other. The first that fails ends it, so that any is wrong with probability `delta` at most.
+    once on the other. The first that fails ends it, so that any is wrong with probability `delta` at most. Of several
+    baselines, exits that the accuracy is compared with, it loses as little against each, so against the best.
     """
-    before, truth, passed = testing.correct()[:, -1], testing.truth(), None
+    before, truth, passed = testing.correct().T[[*baselines]], testing.truth(), None
     for amount in np.linspace(costs.full, costs.cumulative()[0], CANDIDATES + 1)[1:]:
         policy = fit(costs, float(amount), fitting)
         decisions = replay(replace(policy, salt=TESTING_SALT), testing)
-        if not loses_at_most(loss, before, decisions.correct(truth), delta):
+        if not all(loses_at_most(loss, each, decisions.correct(truth), delta) for each in before):
             break
         passed = policy
     return passed
