@@ -841,8 +841,9 @@ def test_labels_are_not_needed(trained):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Early exit")  # whether it pays is up to the machine
 @pytest.mark.parametrize("goal", [{"max_accuracy_loss": 0.2}, {"speedup": 1.05}, {"budget": "1000 ms"}])
-def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal, short_trials):
+def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal, short_trials, capsys):
     predictor = alight.fit(fitted.network, None, digits()[1].tensors, **goal, progress=False)
+    assert capsys.readouterr() == ("", "")
     assert predictor.policy.unit == "ms"
     assert predictor.fitted.verdict
     if predictor.policy.method == "full network":

@@ -153,11 +153,45 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     ),
     "fit model train.npz test.npz --set lr=0.1 -o new": "--set 'lr=0.1': write NAME=VALUE with NAME one of",
     "fit ./nowhere train.npz test.npz -o new": "there is no folder './nowhere': check the path, or name a network, as",
+    # options that do nothing there
+    "calibrate labelled.npz --costs costs.json --budget 50% --alpha 0.1": (
+        "--alpha is the highest risk that is allowed: give --risk, and say of what"
+    ),
+    "calibrate labelled.npz --costs costs.json --risk error": "--risk error has no limit: give --alpha 0.01, which",
+    "calibrate labelled.npz --costs costs.json --budget 50% --max-costs 1,2": (
+        "--max-costs is for a log of models, and these are recorded outputs: leave it out"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget 50% --incomplete drop": "--incomplete is for a log of models",
+    "calibrate labelled.npz --costs costs.json --budget 50% --contract none --delta 0.1": (
+        "--delta is the probability that a guarantee fails: give --contract probability, or leave it out"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget 50% --method patience --set heat=1": (
+        "--set 'heat=1': there are none here, leave it out"
+    ),
+    "sweep labelled.npz test_outputs.npz --costs costs.json --unit USD": "--unit is for a log of models, and these",
+    "sweep labelled.npz test_outputs.npz --costs costs.json --delta 0.1": "--delta is the probability that a guarantee",
+    "record model test.npz --on-error skip -o new.npz": (
+        "--on-error is for many machines: give --engine ray, or leave it out"
+    ),
+    "predict model policy.json test.npz --actors 2 -o new.csv": "--actors is for many machines: give --engine ray, or",
+    "record model test.npz -o new.csv": "recorded outputs are .npz, by which other commands know them: give -o new.npz",
+    "fit model test.npz --epochs 3 -o new": "--epochs is for a training, and there are no training data: leave it out",
+    "fit costs.json labelled.npz --weights other.pt -o new": (
+        "--weights is for a network, and costs.json has none: leave it out"
+    ),
+    "fit costs.json train.npz labelled.npz -o new": (
+        "train.npz is training data, and costs.json has no network to train: leave it out"
+    ),
+    "fit cnn.py:Net bytes.npz test.npz --mean 0,0,0 --after 0 --classes 7 -o new": (
+        "cnn.py:Net has 10 classes, and 7 were asked for: leave that out, or let it take num_classes"
+    ),
+    "fit model test.npz --tokenizer model --mean 0,0,0 -o new": "--tokenizer is for texts, and --mean and --std are",
     "predict nowhere test.npz": "there is no folder nowhere: give one that `alight fit` or `alight attach` wrote",
 }
 if not torch.cuda.is_available():
     COMMANDS["fit model test.npz --device cuda -o new"] = "--device cuda: torch finds no GPU here; leave it out to run"
 INVALID = {  # arguments that no command has: status 2
+    "bench model policy.json test.npz --batch-size 8": "there is no option --batch-size: did you mean --batch-sizes?",
     "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
     "predict model policy.json test.npz --budget 30%": "there is no option --budget (see alight predict --help)",
     "predict model policy.json test.npz other.npz": "too many arguments: other.npz (see alight predict --help)",
@@ -232,8 +266,15 @@ def network():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
 
 
-def model():
-    return alight.attach_heads(network(), ["1"], example=torch.zeros(1, 3, 8, 8))
+def model(made=None):
+    return alight.attach_heads(made or network(), ["1"], example=torch.zeros(1, 3, 8, 8))
+
+
+def normalised():
+    made = model()
+    made.normalisation = alight.Normalisation((0.5,) * 3, (0.25,) * 3)
+    alight.train_heads(made, (IMAGES, LABELS), JOINT, progress=False)
+    return made
 
 
 def scripted():
@@ -253,6 +294,7 @@ class Stream(IterableDataset):
 
 IMAGES, LABELS = np.zeros((12, 3, 8, 8), np.float32), np.arange(12) % 3
 OTHERS = np.ones((12, 3, 8, 8), np.float32), LABELS
+JOINT = alight.TrainingSettings(mode="joint", epochs=1)
 POLICY = alight.Threshold((0.5,), costs=(1.0, 2.0))
 LABELLED, TEST, COSTS = recordings.load()
 CALLS = {  # a call: what is raised
@@ -421,7 +463,23 @@ CALLS = {  # a call: what is raised
     ),
     "three samples": (
         lambda: fit(alight.Costs.from_cumulative([1.0, 2.0]), None, (np.zeros((3, 2, 3)), LABELS[:3])),
-        "3 validation samples: give at least 4",
+        "3 validation samples: give at least 6",
+    ),
+    "five samples": (
+        lambda: fit(alight.Costs.from_cumulative([1.0, 2.0]), None, (np.zeros((5, 2, 3)), LABELS[:5])),
+        "5 validation samples: give at least 6, better 2,000; half of them are the test",
+    ),
+    "a frozen backbone that is to be trained": (
+        lambda: alight.train_heads(model(network().requires_grad_(False)), (IMAGES, LABELS), JOINT),
+        "mode 'joint' trains the whole network, and none of the 6 weights of its stages requires a gradient: call",
+    ),
+    "samples one by one with their labels": (
+        lambda: alight.Predictor(model(), POLICY).run(Stream(), progress=False),
+        "the data give samples one by one, with a number beside each: give batches of it: torch.utils.data.DataLoader",
+    ),
+    "another normalisation than that of trained heads": (
+        lambda: fit(normalised(), None, OTHERS, preprocess=alight.Normalisation((0.1,) * 3, (1.0,) * 3)),
+        "Normalisation(mean=(0.1, 0.1, 0.1), std=(1.0, 1.0, 1.0)), and the network has Normalisation(mean=(0.5, 0.5",
     ),
     "one-based labels": (
         lambda: fit(network(), (IMAGES, LABELS + 1), (IMAGES, LABELS + 1)),

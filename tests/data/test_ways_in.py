@@ -412,10 +412,22 @@ def test_a_prediction_is_that_of_tensors_to_the_bit(form, tmp_path):
 
 def test_labels_that_the_network_lacks_give_no_accuracy_but_a_warning():
     images, labels = plain("images")
-    with pytest.warns(UserWarning, match="labels run up to 7, and the network has 3 classes, 0 to 2: the labels are"):
-        found = predictor("images").run((images, labels.clamp(max=1) + 6), progress=False)
-    assert found.labels is None
-    assert np.array_equal(found.exits, predictor("images").run(images, progress=False).exits)
+    expected = predictor("images").run(images, progress=False)
+    for others, said in {labels.clamp(max=1) + 6: "6 to 7", labels - 1: "-1 to 1"}.items():
+        with pytest.warns(UserWarning, match=f"labels run from {said}, and the network has 3 classes, 0 to 2: the lab"):
+            found = predictor("images").run((images, others), progress=False)
+        assert found.labels is None
+        assert np.array_equal(found.exits, expected.exits)
+    assert predictor("images").run((images, 0 * labels - 1), progress=False).labels is None  # there are none
+
+
+def test_one_hot_rows_are_labels_in_files_too(tmp_path):
+    images, labels = plain("images")
+    rows = np.eye(3)[labels]
+    np.savez(tmp_path / "rows.npz", images=images, labels=rows)
+    for data in ((images, rows), tmp_path / "rows.npz"):
+        assert np.array_equal(predictor("images").run(data, progress=False).labels, labels)
+        assert np.array_equal(record(network("images"), data, progress=False).labels, labels)
 
 
 @pytest.mark.parametrize("form", UNLABELLED)

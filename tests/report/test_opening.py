@@ -345,3 +345,20 @@ def test_a_policy_that_gives_every_sample_the_full_network_guarantees_just_that(
 def test_a_page_with_sixty_colour_images_is_small(fresh: Tab, tmp_path: Path) -> None:
     opened(fresh, tmp_path, made_network())
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
+
+
+def test_ticks_and_accuracies_are_not_rounded_to_one_another(fresh: Tab, tmp_path: Path) -> None:
+    def at(accuracy: float) -> dict[str, float]:
+        return {"accuracy": accuracy, "accuracy_low": accuracy - 0.002, "accuracy_high": accuracy}
+
+    alone = [
+        replace(made_point(SINGLE_EXIT, step, step, 0.9, exit_shares=tuple(row)), **at(accuracy))
+        for step, accuracy, row in zip((0.2, 0.5, 1.0), (0.983, 0.99, 0.9995), np.eye(3).tolist(), strict=True)
+    ]
+    chosen = replace(chosen_point(), **at(0.9925))
+    opened(fresh, tmp_path, replace(made_network(chosen=chosen), points=[*alone, replace(chosen, budget=0.4 * FULL)]))
+    for figure in ("accuracy", "risk"):
+        ticks = fresh.texts(f"#{figure} g[aria-label='y-axis tick label'] text")
+        assert len(ticks) > 2
+        assert len({*ticks}) == len(ticks)
+    assert fresh.texts("#numbers .meaning")[1] == "99.2% instead of 99.95% for the full network"

@@ -148,6 +148,13 @@ def test_a_service_that_cannot_start_says_why_in_one_line(home, capsys, monkeypa
     (home / "same").mkdir()
     shutil.copy("cheap.json", "same/expensive.json")
     assert "2 policies have 1 names" in refused("serve model expensive.json same/expensive.json", capsys)
+    error = refused("serve model expensive.json --port 0 --no-state --per-hour '3 ms'", capsys)
+    assert (
+        "the cap '3 ms' of all requests (--per-hour) cannot be used: budget '3 ms' is not in the costs' unit" in error
+    )
+    error = refused("serve model expensive.json --port 0 --ledger ledger:6379", capsys)
+    assert "the ledger ledger:6379 is not a URL" in error
+    assert "--tls-key belongs to a certificate" in refused("serve model expensive.json --tls-key key.pem", capsys)
     content = (home / "model" / "model.safetensors").read_bytes()
     for broken in (content[:1000], content[:-5] + bytes(5), b""):
         (home / "model" / "model.safetensors").write_bytes(broken)

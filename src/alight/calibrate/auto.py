@@ -175,7 +175,7 @@ def _clearly_above(best: Floats, other: Floats) -> bool:
 
 def _choice(winner: str, others: Sequence[str], tried: Mapping[str, tuple[Floats, float]]) -> str:
     """Return in one line what won, and by how much over the best of the others."""
-    chosen = f"{winner}: {tried[winner][0].mean():.1%} right in the comparison that chose it"
+    chosen = f"{winner}: {tried[winner][0].mean():.1%} accuracy in the comparison that chose it"
     if not others:
         return f"{chosen}, all others clearly behind on the first fold"
     gains = 100 * (tried[winner][0] - tried[others[0]][0])

@@ -194,15 +194,15 @@ RUN_OR_TUNE = (
 )
 
 
-def data_arguments(split: str, *before: Argument) -> tuple[Argument, ...]:
-    """Return the network, what comes before the data, and the data."""
+def data_arguments(split: str, *before: Argument, batch_size: bool = True) -> tuple[Argument, ...]:
+    """Return the network, what comes before the data, the data, and how it is read."""
     data = ".npz of images and labels, folder of class folders, cifar100:FOLDER, .csv, .parquet, .jsonl, ..."
     return (
         MODEL,
         *before,
         argument("data", help=data),
         argument("--split", default=split, help=f"part of a data set that has several (default: {split})"),
-        argument("--batch-size", type=count, default=128, help="default: 128"),
+        *([argument("--batch-size", type=count, default=128, help="default: 128")] if batch_size else []),
         argument("--workers", type=int, default=0, help="processes that load data (default: 0)"),
         TOKENIZER_FOLDER,
     )
@@ -231,11 +231,6 @@ def folder_option(default: str, what: str) -> Argument:
 def named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return these options, as keyword arguments of the same names."""
     return {name: getattr(options, name) for name in names}
-
-
-def data_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return how data is read, as keyword arguments of `load_data`."""
-    return named(options, "batch_size", "workers", "tokenizer")
 
 
 def run_settings(options: argparse.Namespace, device: str | None = None) -> RunSettings:
@@ -280,7 +275,8 @@ def own_options(
     for setting in settings:
         name, equals, value = setting.partition("=")
         if name not in known or not equals:
-            raise BadInput(f"--set {setting!r}: write NAME=VALUE with NAME one of {', '.join(known) or 'none here'}")
+            write = f"write NAME=VALUE with NAME one of {', '.join(known)}"
+            raise BadInput(f"--set {setting!r}: {write if known else 'there are none here, leave it out'}")
         values[name] = _value(value)
     return values
 
@@ -322,6 +318,13 @@ def _values(read: Callable[[str], Any], text: str) -> list[Any]:
 
 
 # Checks and folders
+
+
+def check_idle(options: argparse.Namespace, *names: str, why: str) -> None:
+    """Raise if one of these options was given, which do nothing here; `why` goes on after its name."""
+    for name in names:
+        if getattr(options, name) != options.default_of(name):
+            raise BadInput(f"--{name.replace('_', '-')} {why}")
 
 
 def check_distinct(*paths: str | None) -> None:

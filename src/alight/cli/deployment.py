@@ -20,6 +20,7 @@ from alight.cli.arguments import (
     TOKENIZER_FOLDER,
     check_data,
     check_distinct,
+    check_idle,
     check_unused,
     count,
     folder_option,
@@ -57,6 +58,11 @@ if TYPE_CHECKING:
     from alight.serve.model import ServedModel
 
 TOKEN = "ALIGHT_TOKEN"  # variable of the environment
+OF_DEPLOYED = ("budget", "max_accuracy_loss", "runtime", "providers", "batch_size", "threads", "split")
+DEPLOYED = (
+    "is for a policy that is calibrated on what is exported: give labelled samples as --data FILE, or leave it out"
+    " (`alight run --runtime` chooses for a folder in float32)"
+)
 
 
 def run_export(options: argparse.Namespace) -> CommandResult:
@@ -68,12 +74,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
         raise BadInput(f"{options.triton} exists: give a new folder to --triton")
     if options.precision or options.data:
         return _deployed(options)
-    for name in ("budget", "max_accuracy_loss", "runtime", "providers", "batch_size", "threads", "split"):
-        if getattr(options, name) is not None:
-            raise BadInput(
-                f"--{name.replace('_', '-')} is for a policy that is calibrated on what is exported: give labelled"
-                " samples as --data FILE, or leave it out (`alight run --runtime` chooses for a folder in float32)"
-            )
+    check_idle(options, *OF_DEPLOYED, why=DEPLOYED)
     check_data(options.tokenizer)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.engine.backends.cascade import Cascade
@@ -208,6 +209,8 @@ def run_serve(options: argparse.Namespace) -> None:
         raise BadInput("give the folder of a network, or --models FILE")
     if options.model is not None and not (Path(options.model) / MANIFEST).is_file():
         check_network_folder(options.model)
+    if options.tls_key and not options.tls_certificate:
+        raise BadInput("--tls-key belongs to a certificate: give --tls-certificate FILE, too")
     from alight.serve.access import EVERYBODY, Access, allowed_hosts
     from alight.serve.hosting import ModelHost
     from alight.serve.requests import Limits
@@ -295,8 +298,9 @@ def _open_ledger(url: str | None) -> "OpenLedger":
     from alight.serve.fleet import FleetLedger, check_ledger
 
     def open_shared(source: "ModelSource", policies: "Mapping[str, Policy]", _: int) -> FleetLedger:
+        ledger = FleetLedger(url, f"{source.name}:{source.version}", policies)
         check_ledger(url)
-        return FleetLedger(url, f"{source.name}:{source.version}", policies)
+        return ledger
 
     return open_shared
 

@@ -14,6 +14,7 @@ from alight.cli.arguments import (
     TOKENIZER_FOLDER,
     check_data,
     check_distinct,
+    check_idle,
     check_unused,
     compared,
     count,
@@ -42,13 +43,15 @@ from alight.fitting.steps import BATCH_SIZE, BUDGET, Goal, fit_to
 from alight.outputs import HeadOutputs
 from alight.report import Baseline
 
+OF_TRAINING = ("mode", "epochs", "set")
+OF_NETWORKS = ("pretrained", "weights", "classes", "image_size", "mean", "std", "tokenizer", "device")
+
 
 def run_fit(options: argparse.Namespace) -> CommandResult:
     """Fit a network to a budget in one go: exits, training, a guaranteed policy, a folder, a report."""
     goal = Goal(options.budget, options.max_accuracy_loss, options.speedup)
     _check_kinds(options)
-    if options.smaller and not options.report:
-        raise BadInput("--smaller is a line of the report: give --report FILE, too")
+    _check_options(options)
     *training, validation = options.data
     if len(training) > 1:
         raise BadInput(f"{len(options.data)} data sets: give training and validation data, or validation data alone")
@@ -89,8 +92,24 @@ def _check_kinds(options: argparse.Namespace) -> None:
     if options.runtimes and (options.network.endswith(".json") or kind_of(options.data[-1]) == "table"):
         raise BadInput("--runtimes runs samples, and these are recorded outputs: give validation data")
     if options.network.endswith(".json"):
+        if len(options.data) > 1:
+            raise BadInput(
+                f"{options.data[0]} is training data, and {options.network} has no network to train: leave it out"
+            )
         check_kind(options.network, "costs")
         check_kind(options.data[-1], "table")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise if an option was given that does nothing for this network and these data."""
+    if options.smaller and not options.report:
+        raise BadInput("--smaller is a line of the report: give --report FILE, too")
+    if options.tokenizer and (options.mean or options.std):
+        raise BadInput("--tokenizer is for texts, and --mean and --std are for images: give one of them")
+    if len(options.data) == 1:
+        check_idle(options, *OF_TRAINING, why="is for a training, and there are no training data: leave it out")
+    if options.network.endswith(".json"):
+        check_idle(options, *OF_NETWORKS, why=f"is for a network, and {options.network} has none: leave it out")
 
 
 def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Namespace) -> FittedPredictor:

@@ -29,6 +29,9 @@ WITHOUT_MOST = (
 )
 
 
+OF_LOGS = ("column", "models", "unit", "incomplete")  # options that a log alone has
+
+
 def is_log(path: str) -> bool:
     """Return whether there is a log of models at this path: a table of text or Parquet that alight did not write."""
     return Path(path).suffix in SUFFIXES and kind_of(path) == "data"

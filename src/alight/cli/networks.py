@@ -18,7 +18,6 @@ from alight.cli.arguments import (
     count,
     counts,
     data_arguments,
-    data_options,
     folder_option,
     named,
     new_folder,
@@ -113,7 +112,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     from alight.training.training import train_heads
 
     model = load_model(source)
-    spec, reading = model.input_spec, data_options(options)
+    spec, reading = model.input_spec, named(options, "batch_size", "workers", "tokenizer")
     data = load_data(options.data, spec, split=options.split, shuffle=True, augment=options.augment, **reading)
     validation = None
     if options.validation:

@@ -124,5 +124,7 @@ def parser() -> argparse.ArgumentParser:
             added.add_argument("--json", action="store_true", help="print results as JSON, for programs")
             added.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings: results alone")
         added.add_argument("--debug", action="store_true", help="show where in the code an error arose")
-        added.set_defaults(run=command.run, **{} if command.results else {"json": False, "quiet": False})
+        added.set_defaults(
+            run=command.run, default_of=added.get_default, **{} if command.results else {"json": False, "quiet": False}
+        )
     return overview

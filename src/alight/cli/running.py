@@ -23,11 +23,11 @@ from alight.cli.arguments import (
     SALT,
     check_data,
     check_distinct,
+    check_idle,
     check_unused,
     count,
     counts,
     data_arguments,
-    data_options,
     named,
     output,
     output_option,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 ERRORS = 3  # standard errors by which samples that are like those of the calibration may spend more than the budget
 RECORDED = ("score", "features", "top")  # options of record
+OF_RAY = ("actors", "gpus_per_actor", "on_error", "partition_rows")
 FILES = (".csv", ".parquet", ".npz")
 BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
 PLAN_VALUES = (
@@ -72,9 +73,12 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     check_order(options, {"model": "network", "data": "data"})
     if options.engine == "ray":
         return _record_on_ray(options)
-    _check_output_file(options)
+    _check_local(options)
     check_data(options.data, options.tokenizer)
     check_unused(options.output, options.force)
+    if Path(options.output).suffix != ".npz":
+        named_so = Path(options.output).with_suffix(".npz")
+        raise BadInput(f"recorded outputs are .npz, by which other commands know them: give -o {named_so}")
     from alight.engine.recorder import Recorder
 
     model, data = _model_and_data(options)
@@ -122,7 +126,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     salted = salted_by(policy, options.data, options.salt)
     if options.engine == "ray":
         return _predict_on_ray(options, salted)
-    _check_output_file(options)
+    _check_local(options)
     check_data(options.data, options.tokenizer)
     from alight.data.formats import names_of, write_answers
     from alight.engine.predictor import Predictor
@@ -263,13 +267,14 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     return CommandResult("\n\n".join([*tables, "\n".join(lines)]), values)
 
 
-def _model_and_data(options: argparse.Namespace, **reading: int) -> tuple[Any, Any]:
+def _model_and_data(options: argparse.Namespace, batch_size: int | None = None) -> tuple[Any, Any]:
     """Return the network, and its data in batches."""
     from alight.data.batches import load_data
     from alight.engine.predictor import load_network
 
     model = load_network(options.model)
-    return model, load_data(options.data, model.input_spec, split=options.split, **data_options(options) | reading)
+    reading = named(options, "split", "workers", "tokenizer")
+    return model, load_data(options.data, model.input_spec, batch_size=batch_size or options.batch_size, **reading)
 
 
 def _tuned_settings(
@@ -359,8 +364,9 @@ def _output_or_folder(text: str) -> str:
     return text if "://" in text or Path(text).is_dir() else output(text)
 
 
-def _check_output_file(options: argparse.Namespace) -> None:
-    """Check that the output is a file, which all engines but Ray write."""
+def _check_local(options: argparse.Namespace) -> None:
+    """Check that the output is a file, which all engines but Ray write, and that Ray has no options."""
+    check_idle(options, *OF_RAY, why="is for many machines: give --engine ray, or leave it out")
     if "://" in options.output or Path(options.output).is_dir():
         raise BadInput(f"{options.output} is a folder or a URI: give a file, or --engine ray")
 
@@ -455,7 +461,7 @@ COMMANDS = (
     Command(
         run_bench,
         (
-            *data_arguments("test", POLICY),
+            *data_arguments("test", POLICY, batch_size=False),
             *RUN_OR_TUNE,
             ALLOW_MISMATCH,
             argument("--samples", type=count, default=512, help="how many to run (default: 512)"),

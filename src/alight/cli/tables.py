@@ -17,6 +17,7 @@ from alight.budgeting.bounds import check_delta
 from alight.calibrate.cost_guarantees import guaranteed_by
 from alight.cli.arguments import (
     check_distinct,
+    check_idle,
     count,
     methods,
     named,
@@ -33,6 +34,7 @@ from alight.cli.kinds import check_order
 from alight.cli.logs import (
     LOG_OPTIONS,
     MAX_COSTS,
+    OF_LOGS,
     WITHOUT_MOST,
     beside_the_largest,
     halves,
@@ -80,6 +82,10 @@ BENCHMARKED: dict[str, calibrate.Method] = {
 }
 
 
+LOGS_ALONE = "is for a log of models, and these are recorded outputs: leave it out"
+WITHOUT_DELTA = f"is the probability that a guarantee fails: give --contract {CONTRACT}, or leave it out"
+
+
 def run_calibrate(options: argparse.Namespace) -> CommandResult:
     """Fit a policy to a budget that it is guaranteed to keep, unless you do without."""
     try:
@@ -103,10 +109,10 @@ def run_sweep(options: argparse.Namespace) -> CommandResult:
     for path in (options.labelled, options.unlabelled, options.test, options.images):
         check_distinct(path, options.output, options.report)
     tables, costs, budgets = _swept_data(options)
-    chosen, guarantees = {name: _combined(calibrate.METHODS[name], options) for name in options.methods}, []
+    chosen, guarantees = _swept_methods(options), []
     if options.contract:
-        chosen = {name: _certified(method, options.contract, options) for name, method in chosen.items()}
-        guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
+        delta = f", delta {options.delta:g}" if options.contract == CONTRACT else ""
+        guarantees = [f"Every policy here was certified: contract '{options.contract}'{delta}."]
     images = read_images(options.images) if options.images else None
     points = sweep(chosen, costs, budgets, **tables, progress=not options.quiet)
     if options.report:
@@ -124,6 +130,18 @@ def run_sweep(options: argparse.Namespace) -> CommandResult:
     return CommandResult("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
 
 
+def _swept_methods(options: argparse.Namespace) -> dict[str, calibrate.Method]:
+    """Return the methods of a sweep by name, on combined answers and with a guarantee where the options say so."""
+    if options.contract != CONTRACT:
+        check_idle(options, "delta", why=WITHOUT_DELTA)
+    chosen = {name: calibrate.METHODS[name] for name in options.methods}
+    if options.combine:
+        chosen = {name: calibrate.combined(method, options.combine) for name, method in chosen.items()}
+    if options.contract:
+        chosen = {name: _certified(method, options.contract, options) for name, method in chosen.items()}
+    return chosen
+
+
 def _swept_data(options: argparse.Namespace) -> tuple[dict[str, Any], Costs, Sequence[Any]]:
     """Return the tables by their names, costs and budgets of a sweep, of recorded outputs or of a log."""
     if is_log(options.labelled):
@@ -133,6 +151,7 @@ def _swept_data(options: argparse.Namespace) -> tuple[dict[str, Any], Costs, Seq
         tables = halves(log, options.seed)
         return tables, log.costs, options.budgets or log_budgets(log.costs, [*tables.values()], 17)
     check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
+    check_idle(options, *OF_LOGS, why=LOGS_ALONE)
     if not options.test or not options.costs:
         raise BadInput("a sweep needs test data and costs: give recorded outputs of test data, and --costs FILE")
     tables, costs = dict(zip(TABLES, _tables(options, *TABLES), strict=True)), _costs(options.costs)
@@ -224,17 +243,16 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     check_distinct(options.labelled, options.output, options.costs)
     labelled, unlabelled, costs = _calibration_data(options)
     logged = is_log(options.labelled)
-    if options.max_accuracy_loss is not None:
-        if options.risk:
-            raise BadInput("--max-accuracy-loss is --risk excess_error with its --alpha: give one of them")
-        options.risk, options.alpha = "excess_error", options.max_accuracy_loss
+    _check_risk(options)
     contract: Any = options.contract or (None if options.risk or (logged and not options.max_costs) else CONTRACT)
     contract = None if contract == NO_CONTRACT else contract
+    if not options.risk and contract != CONTRACT:
+        check_idle(options, "delta", why=WITHOUT_DELTA)
     method = calibrate.METHODS[options.method or _default_method(options, labelled)]
     own = own_options(method, options.set, progress=not options.quiet)
     if options.budget is None and not options.risk:
         raise BadInput("there is no budget: give --budget 50%, or --risk and --alpha for the cheapest policy")
-    method = _combined(method, options)
+    method = calibrate.combined(method, options.combine) if options.combine else method
     method = calibrate.pruned(method) if options.prune else method
     if options.risk:
         risk = named(options, "risk", "alpha", "delta", "seed")
@@ -244,20 +262,28 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     return method(costs, options.budget, labelled, unlabelled, **own)
 
 
+def _check_risk(options: argparse.Namespace) -> None:
+    """Check that a risk has a limit, and a limit a risk; a loss of accuracy is both."""
+    if options.max_accuracy_loss is not None:
+        if options.risk:
+            raise BadInput("--max-accuracy-loss is --risk excess_error with its --alpha: give one of them")
+        options.risk, options.alpha = "excess_error", options.max_accuracy_loss
+    if not options.risk:
+        check_idle(options, "alpha", why="is the highest risk that is allowed: give --risk, and say of what")
+    elif options.alpha is None:
+        raise BadInput(f"--risk {options.risk} has no limit: give --alpha 0.01, which allows one point")
+
+
 def _calibration_data(options: argparse.Namespace) -> tuple[HeadOutputs, HeadOutputs | None, Costs]:
     """Return the labelled table, the unlabelled one where there is one, and costs, of recorded outputs or of a log."""
     if is_log(options.labelled):
         labelled, costs = read_logged(options)
         return labelled, None, costs
     check_order(options, {"labelled": "table", "--costs": "costs"})
+    check_idle(options, *OF_LOGS, "max_costs", why=LOGS_ALONE)
     if not options.costs:
         raise BadInput("there are no costs: give --costs FILE, or cumulative costs as --costs 1,2.5,4")
     return *_tables(options, "labelled", "unlabelled"), _costs(options.costs)
-
-
-def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:
-    """Return the method, on combined answers where the options name how."""
-    return calibrate.combined(method, options.combine) if options.combine else method
 
 
 def _default_method(options: argparse.Namespace, labelled: HeadOutputs) -> str:
@@ -285,7 +311,8 @@ def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
         table = HeadOutputs.load_sample(path) if path.is_dir() else HeadOutputs.load(path)
         return table.with_score(options.score) if options.score else table
 
-    return [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
+    paths = [getattr(options, name) for name in names]
+    return [path and load(Path(path).resolve()) for path in paths]
 
 
 def _costs(text: str) -> Costs:

@@ -533,6 +533,8 @@ def _check_is_batch(inputs: Any) -> None:
 def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
     """Return what is wrong with so many inputs, and what to do."""
     takes = "; ".join(map(str, spec.accepted))
+    if len(parts) == 2 and not depth(parts[1]) and is_one_sample(parts[0], spec):
+        return f"the data give samples one by one, with a number beside each: {ONE_BY_ONE}"
     if len(parts) == 2 and (is_texts(parts[0]) or (len(spec.tensors) == 1 and depth(parts[1]) < 2)):
         return (
             f"a pair of inputs and labels where the network takes inputs alone ({takes}): give the first of the two, or"

@@ -34,6 +34,7 @@ from alight.files import PathLike, write_csv, write_whole
 from alight.outputs import Decisions
 
 READ = ".npz, .npy, .parquet, .csv, .jsonl, an image, a folder, or NAME:FOLDER"
+KINDS_OF_LABELS = {(1, "i"), (1, "u"), (2, "f")}  # axes and dtype: class indices, or one-hot rows
 SAVE = "save np.savez(path, images=..., labels=...)"
 
 
@@ -129,7 +130,7 @@ def _checked_labels(labels: np.ndarray | None, count: int, path: Path, spec: Inp
     if labels is not None and labels.dtype.kind == "U" and labels.ndim == 1:
         indices = class_indices(sorted({*labels.tolist()}), spec, str(path))
         labels = np.array([indices[name] for name in labels.tolist()])
-    if labels is not None and (labels.ndim != 1 or len(labels) != count or labels.dtype.kind not in "iu"):
+    if labels is not None and (len(labels) != count or (labels.ndim, labels.dtype.kind) not in KINDS_OF_LABELS):
         problem = f"its labels are {labels.dtype} of shape {labels.shape}"
         raise BadFile(path, problem, f"give {count} class indices or names ({ONE_CLASS})")
     return labels

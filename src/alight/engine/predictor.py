@@ -1,6 +1,7 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
 import copy
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -407,18 +408,27 @@ class Numbering:
 
 
 def known_labels(labels: Sequence[Any], count: int, num_classes: int | None) -> Integers | None:
-    """Return the labels of all batches; None where some have none, or shares or classes that the network lacks."""
-    if not labels or any(each is None or each.ndim != 1 for each in labels):
+    """Return the labels of all batches; None where some have none, or shares or classes that the network lacks.
+
+    A label of -1 is none, where all are: some data sets have it in their test part.
+    """
+    if not labels or any(each is None for each in labels):
         return None
     joined: Integers = np.concatenate([as_array(each) for each in labels])
-    if num_classes is not None and (high := int(joined.max())) >= num_classes:
+    if joined.ndim == 2:
+        if not ((joined == 0) | (joined == 1)).all():
+            return None
+        joined = joined.argmax(1)
+    low, high = int(joined.min()), int(joined.max())
+    if high >= (num_classes or math.inf) or low < 0 <= high:
+        classes = f", and the network has {num_classes} classes, 0 to {num_classes - 1}" if num_classes else ""
         warnings.warn(
-            f"labels run up to {high}, and the network has {num_classes} classes, 0 to {num_classes - 1}: the labels"
-            " are left out, and no accuracy is computed; number the classes as the network does",
+            f"labels run from {low} to {high}{classes}: the labels are left out, and no accuracy is computed; number"
+            " the classes as the network does, from 0",
             stacklevel=4,
         )
         return None
-    return joined if len(joined) == count and joined.min() >= 0 else None
+    return joined if len(joined) == count and low >= 0 else None
 
 
 def check_exits(policy: Policy, exits: int) -> None:
@@ -436,6 +446,7 @@ def check_fingerprint(policy: Policy, own: str) -> None:
         raise Mismatch(
             f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}: weights,"
             " exits, dtype or preprocessing differ; record and calibrate again, or allow_mismatch=True"
+            " (--allow-mismatch)"
         )
 
 

@@ -23,6 +23,7 @@ SHARED = 0.01  # of the validation samples, at least, that are training samples 
 MOST_BYTES = 4 * 2**30  # of samples that are compared: a few seconds
 COMPARED = 500  # files of validation pictures, at most, that are looked for among the training pictures
 OFTEN = 20  # validation samples per class: with so many, a class without any is worth a warning
+LEAST = 6  # validation samples: of the half that calibrates, one chooses the policy and two certify it
 FEW = 200  # validation samples: with fewer, accuracies are too vague to be compared
 MEANS = (("image_mean", "image_std"), ("mean", "std"))  # of image processors, and of torchvision, timm
 
@@ -130,9 +131,9 @@ def compare_samples(train: Any, validation: Any, spec: InputSpec) -> None:
 def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
     """Warn if what was recorded of the validation samples says little: few, of one class, or hardly ever correct."""
     count = len(table)
-    if count < 4:
+    if count < LEAST:
         number = f"{count} validation sample{'s' * (count != 1)}"
-        raise BadInput(f"{number}: give at least 4, better 2,000; half of them are the test")
+        raise BadInput(f"{number}: give at least {LEAST}, better 2,000; half of them are the test")
     if count < FEW:
         warnings.warn(
             f"{count} validation samples are few: half of them are the test, whose accuracy is known to about"

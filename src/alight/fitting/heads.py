@@ -58,13 +58,23 @@ def with_heads(
         if not _gets_heads(named):
             check_places(after, model)
         model = model if named else _copied(model, steps)
-        _set_preprocess(model, preprocess, steps)
+        _set_preprocess(model, preprocess, steps, has_trained_heads=not new_heads)
         example = _own_example(model, data, preprocess, steps)
+    _check_classes(named, model)
     if named and named.weights:
         _load_weights(model, named.weights, steps)
     keep_classes(model, data, steps)
     untrained = not named.is_trained if named else model.is_untrained("stages")
     return WithHeads(model, example, untrained, new_heads)
+
+
+def _check_classes(named: "NamedNetwork | None", model: "MultiExitModel") -> None:
+    """Raise if a network that was built by name has another number of classes than was asked for."""
+    if named and named.num_classes not in (None, model.num_classes):
+        raise BadInput(
+            f"{named.name} has {model.num_classes} classes, and {named.num_classes} were asked for: leave that out, or"
+            " let it take num_classes"
+        )
 
 
 def keep_classes(model: "MultiExitModel", data: Any, steps: Steps, split: str | None = None) -> None:
@@ -313,8 +323,12 @@ def _attached(
     return model, example
 
 
-def _set_preprocess(model: Any, preprocess: Any, steps: Steps) -> None:
-    """Give the network the normalisation or the tokenizer, where there is one."""
+def _set_preprocess(model: Any, preprocess: Any, steps: Steps, has_trained_heads: bool = False) -> None:
+    """Give the network the normalisation or the tokenizer, where there is one; heads were trained with their own."""
+    if has_trained_heads and isinstance(preprocess, Normalisation):
+        from alight.export.exporting import check_normalisation
+
+        check_normalisation(preprocess, model.normalisation)
     if preprocess is not None:
         name = "normalisation" if isinstance(preprocess, Normalisation) else "tokenizer"
         setattr(model, name, preprocess)

@@ -192,7 +192,7 @@ class _Fitting:
             self._measure_time()
         else:
             measured = () if self.goal.unit == "FLOPs" else (self.goal.unit, self.batch_size)
-            self.costs = measure_costs(self.model, self.example, *measured)
+            self.costs = measure_costs(self.model, self.example, *measured, progress=self.steps.progress)
             terms = ", ".join(["model", "example", *map(repr, measured)])
             self.steps.call(f"costs = alight.measure_costs({terms})")
         pairs = zip(self.model.exits[:-1], self.costs.shares(), strict=False)
@@ -323,9 +323,8 @@ class _Fitting:
         from alight.planning.plan import plan
 
         self.steps.say(f"looking for the fastest policy that loses at most {loss:.1%} of accuracy")
-        planned = plan(
-            self.model, self.labelled, example=self.example, batch_size=self.batch_size, max_accuracy_loss=loss
-        )
+        goal: dict[str, Any] = {"batch_size": self.batch_size, "max_accuracy_loss": loss}
+        planned = plan(self.model, self.labelled, example=self.example, **goal, progress=self.steps.progress)
         self.policy, self.costs, self.verdict = planned.policy, planned.costs, planned.reason
         terms = f"example=example, batch_size={self.batch_size}, max_accuracy_loss={loss:g}"
         self.steps.call(f"planned = alight.plan(model, labelled, {terms})", "policy = planned.policy")

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -255,6 +256,17 @@ class TenantCaps:
         raise RequestRefused(
             429, f"{name!r} has spent what it may in this hour: come again in the next", retry_after(seconds)
         )
+
+
+def check_caps(caps: Mapping[str, str | float | None], policies: Sequence[Policy]) -> None:
+    """Raise if a cap cannot be used with one of these policies, or every request would be refused."""
+    stated = {name: cap for name, cap in caps.items() if cap is not None}
+    for (name, cap), policy in product(stated.items(), policies):
+        try:
+            policy.in_own_unit(cap)
+        except AlightError as error:
+            whose = "all requests (--per-hour)" if name == EVERYBODY else f"{name!r}"
+            raise BadInput(f"the cap {cap!r} of {whose} cannot be used: {error}") from error
 
 
 def _amount(name: str, cap: str | float | None, policy: Policy) -> float:

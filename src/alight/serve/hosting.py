@@ -20,7 +20,7 @@ from fastapi import Request
 from alight.errors import BadFile
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
-from alight.serve.access import TenantCaps
+from alight.serve.access import TenantCaps, check_caps
 from alight.serve.admission import Admission
 from alight.serve.ledger import RESERVE, Ledger, SpendLedger
 from alight.serve.model import ExitTiming, ServedModel, measure_timings
@@ -124,6 +124,7 @@ class ModelHost:
 
     def _load(self, source: ModelSource) -> LoadedModel:
         signature, model = source.signature(), source.load()
+        check_caps(self.caps(), [*model.policies.values()])
         for name, policy in model.policies.items():
             if not isinstance(policy, Paced):
                 advice = "calibrate --contract stream"

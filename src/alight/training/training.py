@@ -119,6 +119,13 @@ class _Training:
         self.changed: nn.Module = model.heads if settings.mode == "frozen" else model  # what a checkpoint keeps
         if not any(parameter.requires_grad for parameter in self.changed.parameters()):
             raise BadInput("nothing can be trained: no head has weights that require a gradient")
+        backbone = [*model.stages.parameters()]
+        if settings.mode != "frozen" and backbone and not any(each.requires_grad for each in backbone):
+            raise BadInput(
+                f"mode {settings.mode!r} trains the whole network, and none of the {len(backbone)} weights of its"
+                " stages requires a gradient: call network.requires_grad_(True), or train heads alone,"
+                " mode='frozen'"
+            )
         self.identity = {} if checkpoint is None else self._identity()
         self.num_classes, self.warned = 0, settings.mode != "frozen" or not processes.is_first
         self.callbacks, self.steps, self.stopped = callbacks, 0, False

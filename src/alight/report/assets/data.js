@@ -65,8 +65,16 @@ function nearest(network, method, allowed) {
 // ---- Words and numbers ---------------------------------------------------------------------------------------------
 
 const percent = d3.format(".1~%");
-const exact = d3.format(".1%");
 const whole = d3.format(".0%");
+const tick = d3.format("~%"); // as many digits as ticks have
+/** As alight prints it elsewhere: a tie goes to the even digit, and what is below 100 % is not shown as 100 %. */
+const exact = (share) => {
+  const hundred = 100 * share;
+  let digits = 1;
+  let shown = (hundred % 1 === 0.25 ? hundred - 0.05 : hundred).toFixed(1);
+  while (share < 1 && Number(shown) === 100 && digits < 9) shown = hundred.toFixed(++digits);
+  return `${shown}%`;
+};
 const signed = (share) => d3.format("+.2~f")(100 * share);
 const cost = (value, network) => {
   if (network.unit !== "" && !/^(FLOPs|MACs)$/.test(network.unit)) return `${d3.format(".3~r")(value)} ${network.unit}`;

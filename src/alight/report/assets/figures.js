@@ -248,7 +248,7 @@ function drawAccuracy() {
     marks: [
       ...axes(
         {...everyTenth(width), label: "cost per sample, share of the full network"},
-        {ticks: 5, tickFormat: whole, label: "accuracy"},
+        {ticks: 5, tickFormat: tick, label: "accuracy"},
       ),
       ...baselines(width),
       ...series(width, method, curve, where),
@@ -284,7 +284,7 @@ function drawComparison() {
     marks: [
       ...axes(
         {...everyTenth(width), label: "cost per sample, share of the full network"},
-        {ticks: 8, tickFormat: whole, label: "accuracy"},
+        {ticks: 8, tickFormat: tick, label: "accuracy"},
       ),
       ...[...chosen].reverse().flatMap((method) => series(width, method, state.network.bySpent.get(method), where)),
       ...chosenMark("spent", "accuracy"),
@@ -422,7 +422,7 @@ function drawShares() {
       marks: [
         ...axes(
           {label: "exit", labelOffset: 40, tickFormat: exitTicks(width, d3.range(point.exit_shares.length))},
-          {ticks: 5, tickFormat: whole, label: "share of samples"},
+          {ticks: 5, tickFormat: tick, label: "share of samples"},
           Plot.axisFx,
         ),
         Plot.barY(
@@ -493,7 +493,7 @@ function drawRisk() {
               width / rows.length < 40 ? "" : whole(costs.get(exit).spent),
             ].join("\n"),
         },
-        {ticks: 5, tickFormat: whole, label: "error rate"},
+        {ticks: 5, tickFormat: tick, label: "error rate"},
       ),
       Plot.barY(rows, {x: "exit", y: (point) => 1 - point.accuracy, fill: "var(--bar)"}),
       Plot.ruleX(rows, {x: "exit", y1: errorLow, y2: errorHigh, stroke: "var(--ink)", strokeWidth: 1.5}),
