@@ -36,7 +36,7 @@ from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
 from alight.fitting import steps
-from alight.fitting.deploying import Deployment, check_exits_kept, within_loss
+from alight.fitting.deploying import Deployment, check_exits_kept, check_is_for, within_loss
 from alight.fitting.steps import Goal
 from alight.networks.heads import PooledLinear
 from alight.networks.store import save_model
@@ -752,5 +752,8 @@ def test_a_damaged_manifest_is_refused_with_its_name(change, tmp_path):
 def test_the_policy_of_another_network_is_refused_before_anything_runs(change, message, tmp_path, monkeypatch):
     terms = {"costs": (1.0, 2.0, 4.0), "open_exits": OPENED, "num_exits": 4, "method": "eero", "budget": 2.0}
     monkeypatch.setattr("alight.fitting.deploying.record", None)
+    policy = Threshold((0.5, 0.5), **terms | change)
     with pytest.raises(Mismatch, match=message):
-        deploy(network(), labelled(), tmp_path / "int8", policy=Threshold((0.5, 0.5), **terms | change), settings=ONE)
+        deploy(network(), labelled(), tmp_path / "int8", policy=policy, settings=ONE)
+    if "num_exits" not in change:
+        check_is_for(replace(policy, exits=(), fingerprint=""), network())  # as the sentence says

@@ -3,6 +3,7 @@
 import argparse
 import os
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,8 +140,10 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     from alight.networks.store import load_model
 
     model = load_model(options.model)
-    if policy is not None and not options.allow_mismatch:
-        check_is_for(policy, model)
+    if policy is not None:
+        if not options.allow_mismatch:
+            check_is_for(policy, model)
+        policy = replace(policy, exits=(), fingerprint="")  # checked, and the normalisation may be another below
     check_normalisation(normalisation(options), model.normalisation)
     model.normalisation = model.normalisation or normalisation(options)
     model.tokenizer = options.tokenizer or model.tokenizer
@@ -152,7 +155,6 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
         **goal,
         "precision": precision,
         "settings": settings,
-        "allow_mismatch": True,  # checked above, without the normalisation
         "progress": not options.quiet,
     }
     made = deploy(model, data, options.output, policy=policy, batch_size=batch_size, **terms)

@@ -26,7 +26,7 @@ from alight.engine.backends import Floats, State
 from alight.engine.backends.exported import check_settings, exported_backend
 from alight.engine.backends.onnx import on_host
 from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
-from alight.engine.predictor import Predictor, check_exits, check_fingerprint
+from alight.engine.predictor import Predictor, check_exits
 from alight.engine.recorder import Recorder, record
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
@@ -152,7 +152,6 @@ def deploy(
     precision: str = INT8,
     settings: RunSettings | None = None,
     batch_size: int = 1,
-    allow_mismatch: bool = False,
     progress: bool = True,
 ) -> Deployed:
     """Export a network in lower precision with a policy that was calibrated on what runs then, and its guarantee.
@@ -173,7 +172,6 @@ def deploy(
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
         settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
-        allow_mismatch: Take the policy of another network.
         progress: Print every step.
 
     >>> import tempfile, torch
@@ -201,7 +199,7 @@ def deploy(
     check_loses_nothing(Path(folder))
     settings = settings or RunSettings()
     check_settings("a deployed network is exported", settings)
-    if policy is not None and not allow_mismatch:
+    if policy is not None:
         check_is_for(policy, model)
     check_weights(model)
     _check_affordable(model, wanted)
@@ -501,12 +499,17 @@ def check_is_for(policy: Policy, model: Any) -> None:
     from alight.networks.store import fingerprint
 
     check_exits(policy, model.num_exits)
+    what = ""
     if policy.exits and policy.exits != model.exits:
+        what = f"for exits {', '.join(policy.exits)} and the network has {', '.join(model.exits)}"
+    elif policy.fingerprint not in ("", own := fingerprint(model)):
+        what = f"calibrated on outputs of the network {policy.fingerprint} and this is {own}"
+    if what:
         raise Mismatch(
-            f"the policy is for exits {', '.join(policy.exits)} and the network has {', '.join(model.exits)}: calibrate"
-            " on outputs of this network, or allow_mismatch=True"
+            f"the policy is {what}: calibrate on outputs of this network, or take its exits, method and budget all the"
+            " same (dataclasses.replace(policy, exits=(), fingerprint="
+            "), --allow-mismatch)"
         )
-    check_fingerprint(policy, fingerprint(model))
 
 
 def check_exits_kept(policy: Policy, opened: tuple[int, ...]) -> None:
