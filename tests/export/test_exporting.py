@@ -1,5 +1,6 @@
 """A network is exported whole or not at all, and no file is kept that differs from it."""
 
+import errno
 from importlib.util import find_spec
 
 import numpy as np
@@ -181,6 +182,16 @@ def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, mon
         AlightError, match=r"stage that ends at exit 1 cannot be exported \(RuntimeError: no such operator\)"
     ):
         export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
+
+
+def test_a_full_disk_is_not_laid_on_the_network(tmp_path, monkeypatch):
+    def write_to_a_full_disk(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(exporting.WRITERS["onnx"], next(iter(exporting.WRITERS["onnx"])), write_to_a_full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        export_model(tiny(), BOTH, tmp_path / "exported", example=EXAMPLE)
+    assert not left_over(tmp_path)
 
 
 class Forked(nn.Module):

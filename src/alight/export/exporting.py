@@ -261,6 +261,8 @@ def _write(job: ExportJob, format: str, exit_name: str) -> tuple[float, str]:  #
         except ImportError as error:
             raise AlightError(f'{error}: pip install "alight[export]"') from error
         except Exception as error:
+            if isinstance(error, OSError) and error.errno:  # a full disk, not the network
+                raise OSError(error.errno, error.strerror, error.filename or job.path.name) from error
             reasons.append(error)
             if branches_on_data(error):
                 break
