@@ -1085,14 +1085,15 @@ class Predictor {
       if (static_cast<int64_t>(wanted.size()) > made[0].shape().back())
         throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
       double largest = 1e-2, gap = 0;
-      for (size_t each = 0; each < wanted.size(); ++each) {
+      for (double each : wanted) largest = std::abs(each) < 1e9 ? std::max(largest, std::abs(each)) : largest;
+      for (size_t each = 0; each < wanted.size(); ++each) {  // masked logits are compared with themselves alone
         double difference = std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each]));
-        gap = gap >= difference || std::isnan(gap) ? gap : difference;  // NaN stays
-        largest = std::max(largest, std::abs(wanted[each]));
+        double part = difference / std::max(largest, std::abs(wanted[each]));
+        gap = gap >= part || std::isnan(gap) ? gap : part;  // NaN stays
       }
-      if (!(gap / largest <= allowed)) {
+      if (!(gap <= allowed)) {
         std::array<char, 64> text{};
-        std::snprintf(text.data(), text.size(), "(by %.2g of the largest, %g allowed)", gap / largest, allowed);
+        std::snprintf(text.data(), text.size(), "(by %.2g of the largest, %g allowed)", gap, allowed);
         throw Error(folder + "/" + stages[stage]["file"].text() + " gives other logits here than where it was exported " +
                     text.data() + ": export the network on such a machine");
       }

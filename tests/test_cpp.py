@@ -614,6 +614,25 @@ int main(int, char** given) {
 """
 
 
+class MaskedClass(nn.Linear):
+    """A head that can never give its last class."""
+
+    def forward(self, features):
+        return super().forward(features) + torch.tensor([0.0, 0.0, -1e9])
+
+
+def test_logits_beside_a_masked_class_are_compared_with_those_of_the_export(program, tmp_path):
+    model = MultiExitModel([nn.Linear(5, 6), nn.Linear(6, 6)], [MaskedClass(6, 3), MaskedClass(6, 3)]).eval()
+    with older_exporter():
+        rule = Threshold((0.5,), costs=(1.0, 2.0))
+        place = export_model(model, rule, tmp_path / "masked", example=torch.randn(2, 5), progress=False)
+    done, _ = decided(program, place, np.zeros((2, 5), dtype=np.float32), tmp_path)
+    assert done.returncode == 0, done.stderr
+    place = with_changed(place, "manifest.json", move_probe, tmp_path / "moved")
+    done, _ = decided(program, place, np.zeros((2, 5), dtype=np.float32), tmp_path)
+    assert "gives other logits here than where it was exported (by " in done.stderr
+
+
 class Words(nn.Module):
     """A stage that turns tokens into features, or passes features on."""
 

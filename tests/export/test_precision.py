@@ -357,6 +357,32 @@ def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused
         backend(tmp_path / "copied")
 
 
+class MaskedClass(nn.Module):
+    """A head that can never give its last class."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -1e9]))
+
+    def forward(self, features):
+        return self.layer(features) + self.mask
+
+
+def test_logits_beside_a_masked_class_are_compared_where_they_run(tmp_path):
+    model = MultiExitModel([nn.Linear(5, 6), nn.Linear(6, 6)], [MaskedClass(), MaskedClass()]).eval()
+    rule = Threshold((0.5,), costs=(1.0, 2.0))
+    with older_exporter():
+        place = export_model(model, rule, tmp_path / "masked", example=torch.randn(2, 5), progress=False)
+    Predictor.load(place, settings=ONE)
+    path = place / "manifest.json"
+    content = json.loads(path.read_text())
+    content["stages"][0]["probe"][0] += 1.0
+    path.write_text(json.dumps(content))
+    with pytest.raises(Mismatch, match="other logits here than where it was exported"):
+        Predictor.load(place, settings=ONE)
+
+
 def test_weights_of_16_bits_halve_the_files_and_keep_the_scores(tmp_path):
     place = lower(folder(), tmp_path / "half", "float16", [])
     found = record(backend(place), images(), progress=False)

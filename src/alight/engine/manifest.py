@@ -25,6 +25,8 @@ PRECISIONS = (FLOAT32, FLOAT16, BFLOAT16, INT8)
 PROBED_LOGITS, PROBED_TOKENS = 8, 7  # logits of each exit that the probe keeps; tokens of its text
 GAPS = {INT8: 0.05, BFLOAT16: 0.05}  # of the largest logit, by which a probe may differ: rounding is coarse there
 SMALL_GAP = 1e-3
+HUGE = 1e9  # numbers from here on stand for infinity, as in masks: others are not compared in parts of them
+LEAST = 1e-2  # what a largest number counts at least: below, rounding is too coarse for the comparison to mean a thing
 AGAIN = "export the network again"
 STAGE = re.compile(r"stage_\d+\.(onnx|pt2)")
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples fill an interval evenly, and every language computes them alike
@@ -203,14 +205,27 @@ def check_probe(folder: Path, manifest: Manifest, stages: Sequence[Any]) -> None
     state, allowed = probe_inputs(manifest.inputs), GAPS.get(manifest.precision, SMALL_GAP)
     for index, (run, stage) in enumerate(zip(stages, manifest.stages, strict=True)):
         logits, state = run(state)
-        wanted, found = np.array(stage.probe), np.asarray(logits)[0, : len(stage.probe)]
-        gap = float(np.abs(wanted - found).max() / max(1e-2, float(np.abs(wanted).max())))
-        if not gap <= allowed:
+        gap = relative_gap(np.asarray(logits)[0, : len(stage.probe)], np.array(stage.probe))
+        if not gap <= allowed:  # also where it is NaN
             raise Mismatch(
                 f"{folder / stage.file} gives other logits here than where it was exported (by {gap:.2g} of the largest"
                 f" at exit {index}, {allowed:g} allowed): this processor, engine or provider computes otherwise; export"
                 " the network here, with the engine and providers that will run it"
             )
+
+
+def relative_gap(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the largest difference between numbers, in parts of the largest; NaN where one is no number.
+
+    Numbers that stand for infinity, as in masks, are compared in parts of themselves alone.
+
+    >>> relative_gap(np.array([4.5, -1e9]), np.array([5.0, -1e9]))
+    0.1
+    """
+    sizes, differ = np.abs(wanted.astype(np.float64)), found != wanted  # equal infinities do not
+    sizes = np.maximum(sizes, sizes[sizes < HUGE].max(initial=LEAST))
+    with np.errstate(invalid="ignore"):  # of an infinity where none is wanted
+        return float((np.abs(found.astype(np.float64) - wanted)[differ] / sizes[differ]).max(initial=0.0))
 
 
 def _described(content: Mapping[str, Any]) -> TensorSpec:

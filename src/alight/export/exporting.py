@@ -14,7 +14,16 @@ from alight.data.preprocess import Normalisation, TensorSpec
 from alight.data.tokens import TOKENIZER, save_tokenizer
 from alight.engine.backends.cascade import Cascade, OpenMember, check_cascade_folder
 from alight.engine.backends.torch.prepare import prepared
-from alight.engine.manifest import AOTI, ONNX, SUFFIXES, Manifest, StageFile, check_loses_nothing, checksum
+from alight.engine.manifest import (
+    AOTI,
+    ONNX,
+    SUFFIXES,
+    Manifest,
+    StageFile,
+    check_loses_nothing,
+    checksum,
+    relative_gap,
+)
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
@@ -45,8 +54,6 @@ from alight.policies.policy import Policy, Threshold
 from alight.provenance import installed_versions
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
-HUGE = 1e9  # numbers from here on stand for infinity, as in masks: others are not compared in parts of them
-LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much for the comparison to mean a thing
 LIBRARIES = ("alight", "torch", "onnx", "onnxscript", "onnxruntime")
 WRITERS: dict[str, dict[str, Callable[[ExportJob], None]]] = {  # what writes a format, the first that can
     ONNX: {"export": write_onnx, "trace": write_traced},  # with some pairs of libraries only the second can
@@ -300,10 +307,7 @@ def _runner(path: Path, format: str) -> Any:  # noqa: A002
 def _difference_of(found: np.ndarray, wanted: np.ndarray) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise AlightError(f"{found.dtype} of shape {found.shape} instead of {wanted.dtype} of {wanted.shape}")
-    sizes, differ = np.abs(wanted.astype(np.float64)), found != wanted  # equal infinities do not
-    sizes = np.maximum(sizes, sizes[sizes < HUGE].max(initial=LEAST))
-    with np.errstate(invalid="ignore"):  # of an infinity where there is none in the network
-        return float((np.abs(found.astype(np.float64) - wanted)[differ] / sizes[differ]).max(initial=0.0))
+    return relative_gap(found, wanted)
 
 
 def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None:  # noqa: A002

@@ -31,6 +31,7 @@ from alight.engine.manifest import (
     check_loses_nothing,
     checksum,
     probe_inputs,
+    relative_gap,
     verified,
 )
 from alight.engine.predictor import check_exits, check_fingerprint
@@ -52,7 +53,6 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "GlobalAveragePool", "MaxPool", "Relu")
 ALIKE = 1e-4  # by which the scales of both sides of a cut may differ, in parts of them: both saw the same numbers
 PART = 16  # samples that are run together to find ranges
-LEAST = 1e-2  # what the largest number of a tensor counts at least, of which others are parts
 SMALLEST = 256  # weights of a tensor: smaller ones stay in float32
 IMAGES = 4  # axes
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # channels
@@ -242,12 +242,7 @@ def _is_computed(path: Path, session: Session, samples: State) -> bool:
 def _gaps(*made: tuple[np.ndarray, State]) -> list[tuple[float, float]]:
     """Return how far two runs of a stage are from a third, in parts of its largest number, for every tensor."""
     found = zip(*((logits, *map(on_host, others)) for logits, others in made), strict=True)
-    exact = [[each.astype(np.float64) for each in tensors] for tensors in found]
-    sizes = [max(LEAST, float(np.abs(wanted).max())) for *_, wanted in exact]
-    return [
-        (float(np.abs(one - wanted).max()) / size, float(np.abs(other - wanted).max()) / size)
-        for (one, other, wanted), size in zip(exact, sizes, strict=True)
-    ]
+    return [(relative_gap(one, wanted), relative_gap(other, wanted)) for one, other, wanted in found]
 
 
 def share_bytes(paths: Sequence[Path], carried: Sequence[Sequence[TensorSpec]]) -> list[tuple[TensorSpec, ...]]:
