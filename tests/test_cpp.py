@@ -872,3 +872,4 @@ def test_projects_of_an_older_standard_may_use_the_header(tmp_path):
     """)
     for step in (["-S", tmp_path, "-B", tmp_path / "build"], ["--build", tmp_path / "build", "--target", "app"]):
         subprocess.run(["cmake", *step], check=True, capture_output=True)
+    assert (tmp_path / "build/app").is_file()

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -719,13 +720,16 @@ def test_samples_that_are_trained_and_validated_on_are_found(made):
 
 
 def test_samples_that_are_not_shared_are_not_warned_of():
-    images, labels = digits()[0].tensors
-    compare_samples((images[:50], labels[:50]), (images[50:100], labels[50:100]), IMAGES)  # 1,797 different digits
-    whole = torch.utils.data.TensorDataset(images, labels)
-    parts = torch.utils.data.random_split(whole, [700, len(images) - 700])
-    compare_samples(*parts, IMAGES)
-    compare_samples(*[torch.utils.data.DataLoader(each, 32) for each in parts], IMAGES)
-    compare_samples([(images[:5], labels[:5])], iter([(images[:5], labels[:5])]), IMAGES)  # batches: unknown
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        images, labels = digits()[0].tensors
+        compare_samples((images[:50], labels[:50]), (images[50:100], labels[50:100]), IMAGES)  # 1,797 different digits
+        whole = torch.utils.data.TensorDataset(images, labels)
+        parts = torch.utils.data.random_split(whole, [700, len(images) - 700])
+        compare_samples(*parts, IMAGES)
+        compare_samples(*[torch.utils.data.DataLoader(each, 32) for each in parts], IMAGES)
+        compare_samples([(images[:5], labels[:5])], iter([(images[:5], labels[:5])]), IMAGES)  # batches: unknown
+    assert found == []
 
 
 def test_training_and_validation_data_that_may_be_exchanged_are_warned_of():

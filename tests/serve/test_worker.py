@@ -372,6 +372,7 @@ def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(monkeypatch)
         worker._decide = decide
         wait_until(lambda: len(tried) == 3)
         wait_until(lambda: worker.ready)
+        assert len(tried) == 3
 
 
 def test_a_worker_that_hangs_is_noticed():
