@@ -5,7 +5,7 @@
 >>> compared = benchmark(methods, {"ResNet-18": recordings.load()}, shares=(0.4, 0.6), resplits=2)
 >>> print(*(str(place) for place in leaderboard(compared)), sep="\\n")
 eero: 43.01% on average, 0.00 points below the best
-geometric: 41.65% on average, 1.35 points below the best
+geometric: 41.65% on average, 1.36 points below the best
 
 A recording is pooled and split anew for every resplit but the first, which is the recording's own. A method is given
 the calibration part alone. Its accuracy at a spent budget lies between its two neighbouring policies, as a mixture of
