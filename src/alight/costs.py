@@ -45,11 +45,17 @@ class Costs:
     heads: Floats  # (exits,), of the head of each exit
     unit: str = "FLOPs"  # or "MACs", "ms", "J", "USD", ""
     members: tuple[int, ...] = ()  # (exits,), which network of a cascade each exit belongs to: 0, 0, 1, ...
+    sample_shape: tuple[int, ...] = ()  # of the images that they were measured with, where it is known
     _through: Floats = field(init=False)  # (exits,), the stages of its network up to each
     _full: float | None = field(init=False)  # of the full network, where these do not tell it
 
     def __init__(
-        self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs", members: Sequence[int] = ()
+        self,
+        stages: npt.ArrayLike,
+        heads: npt.ArrayLike,
+        unit: str = "FLOPs",
+        members: Sequence[int] = (),
+        sample_shape: Sequence[int] = (),
     ) -> None:
         stages, heads = _numbers("stages", stages), _numbers("heads", heads)
         if stages.shape != heads.shape:
@@ -61,11 +67,13 @@ class Costs:
         groups = _members(members, len(stages), separate=not stages.any())
         through = np.concatenate([np.cumsum(stages[groups == member]) for member in range(groups[-1] + 1)])
         self.__dict__.update(stages=stages, heads=heads, unit=unit, members=tuple(groups.tolist()))
-        self.__dict__.update(_through=through, _full=None)
+        self.__dict__.update(sample_shape=tuple(map(int, sample_shape)), _through=through, _full=None)
         _check_increasing(self.cumulative())
 
     @classmethod
-    def from_cumulative(cls, values: npt.ArrayLike, unit: str = "", full: float | None = None) -> "Costs":
+    def from_cumulative(
+        cls, values: npt.ArrayLike, unit: str = "", full: float | None = None, sample_shape: Sequence[int] = ()
+    ) -> "Costs":
         """Return costs of which only the cumulative ones are known; heads are then part of their stage.
 
         `full` is the cost of the full network, where it is not the last: percentages refer to it.
@@ -75,15 +83,18 @@ class Costs:
         """
         cumulative = _numbers("costs", values)
         _check_increasing(cumulative)
-        made = cls._from_through(cumulative, np.zeros(len(cumulative)), unit, np.zeros(len(cumulative), dtype=int))
+        none, first = np.zeros(len(cumulative)), np.zeros(len(cumulative), dtype=int)
+        made = cls._from_through(cumulative, none, unit, first, sample_shape)
         made.__dict__["_full"] = full
         return made
 
     @classmethod
-    def _from_through(cls, through: Floats, heads: Floats, unit: str, members: Integers) -> "Costs":
+    def _from_through(
+        cls, through: Floats, heads: Floats, unit: str, members: Integers, sample_shape: Sequence[int]
+    ) -> "Costs":
         starts = np.diff(members, prepend=-1) != 0
         before = np.where(starts, 0.0, np.roll(through, 1))
-        costs = cls(through - before, heads, unit, (np.cumsum(starts) - 1).tolist())
+        costs = cls(through - before, heads, unit, (np.cumsum(starts) - 1).tolist(), sample_shape)
         costs.__dict__["_through"] = through  # a sum of differences would miss it by a rounding
         return costs
 
@@ -153,7 +164,7 @@ class Costs:
         """
         chosen = np.asarray(open_exits, dtype=np.int64)
         members = np.asarray(self.members)[chosen]
-        return self._from_through(self._through[chosen], self.heads[chosen], self.unit, members)
+        return self._from_through(self._through[chosen], self.heads[chosen], self.unit, members, self.sample_shape)
 
     @property
     def full(self) -> float:
@@ -249,9 +260,9 @@ class Costs:
         content: dict[str, object] = {"cumulative": self.cumulative().tolist()}
         if self.heads.any() or self.is_cascade:
             content = {"stages": self.stages.tolist(), "heads": self.heads.tolist()}
-        write_json(
-            path, "Costs", {**content, "unit": self.unit, **({"members": self.members} if self.is_cascade else {})}
-        )
+        known = {"sample_shape": self.sample_shape} if self.sample_shape else {}
+        members = {"members": self.members} if self.is_cascade else {}
+        write_json(path, "Costs", {**content, "unit": self.unit, **members, **known})
 
     @classmethod
     def load(cls, path: PathLike) -> "Costs":

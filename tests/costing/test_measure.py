@@ -386,3 +386,18 @@ def test_bad_input_is_refused():
     idle = MultiExitModel([nn.Linear(4, 4), nn.ReLU()], [nn.Linear(4, 2), nn.Identity()], exits=["a", "b"])
     with pytest.raises(BadInput, match="between exit 'b' and the one before it is nothing that counts"):
         measure_costs(idle, torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("unit", ["FLOPs", "ms"])
+def test_costs_know_the_size_of_the_images_that_they_were_measured_with(unit, tmp_path):
+    heads = [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)) for _ in range(2)]
+    model = MultiExitModel([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)], heads)
+    costs = measure_costs(model, torch.zeros(2, 3, 40, 40), unit, repeats=1, warmup=0, progress=False)
+    for each in (costs, Costs.from_cumulative([1.0, 2.0], sample_shape=(3, 40, 40))):
+        each.save(tmp_path / "costs.json")
+        for found in (each, each.at_exits([1]), Costs.load(tmp_path / "costs.json")):
+            assert found.sample_shape == (3, 40, 40)
+    Costs.from_cumulative([1.0, 2.0]).save(tmp_path / "costs.json")
+    assert Costs.load(tmp_path / "costs.json").sample_shape == ()
+    rows = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    assert measure_costs(rows, torch.zeros(1, 4)).sample_shape == ()

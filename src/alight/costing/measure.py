@@ -21,7 +21,7 @@ from alight.costing.cascades import example_inputs, member_costs, time_members
 from alight.costs import Costs
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.running import in_mode
-from alight.data.batches import as_inputs
+from alight.data.batches import as_inputs, sample_shape
 from alight.display import percent
 from alight.engine.backends.cascade import Cascade
 from alight.errors import BadInput
@@ -86,7 +86,7 @@ def measure_costs(
         stages, heads, unknown = without_data(partial(_count, model), inputs)
     _check_counts(model, stages, heads, unknown)
     per_sample = len(inputs[0]) * (2 if unit == "MACs" else 1)
-    return Costs(np.array(stages) / per_sample, np.array(heads) / per_sample, unit)
+    return Costs(np.array(stages) / per_sample, np.array(heads) / per_sample, unit, (), sample_shape(inputs))
 
 
 def head_overhead(costs: Costs) -> float:
@@ -110,11 +110,12 @@ class Timings:
     batch_size: int
     exits: tuple[str, ...]
     members: tuple[int, ...] = ()  # of a cascade, the network of each exit
+    sample_shape: tuple[int, ...] = ()  # of the images that were timed, where it is known
 
     def costs(self) -> Costs:
         """Return medians per sample. They increase from exit to exit, since every stage takes time of its own."""
         _, (stages, heads), _ = self.quartiles()
-        return Costs(stages / self.batch_size, heads / self.batch_size, "ms", self.members)
+        return Costs(stages / self.batch_size, heads / self.batch_size, "ms", self.members, self.sample_shape)
 
     def quartiles(self) -> Floats:
         """Return lower quartile, median and upper quartile for one batch: (3, 2, exits), stages before heads."""
@@ -182,7 +183,7 @@ def time_stages(
     heads[:, [isinstance(head, nn.Identity) for head in model.heads]] = 0.0
     if short := [name for name, median in zip(model.exits, np.median(stages, axis=0), strict=True) if median <= 0]:
         raise BadInput(f"the stage before {short[0]!r} is too short for the clock: give a larger batch_size")
-    return Timings(stages, heads, len(inputs[0]), model.exits)
+    return Timings(stages, heads, len(inputs[0]), model.exits, (), sample_shape(inputs))
 
 
 def time_cascade(network: Cascade, example: Any, batch_size: int | None, terms: dict[str, Any]) -> Timings:
@@ -278,7 +279,7 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
         heads.append(0.0 if isinstance(head, nn.Identity) else joules(partial(read, head, carried)))
     if min(map(sum, zip(stages, heads, strict=True))) <= 0:
         raise BadInput(f"the energy meter did not move within {seconds:g} s: give more seconds")
-    return Costs(np.array(stages) / samples, np.array(heads) / samples, "J")
+    return Costs(np.array(stages) / samples, np.array(heads) / samples, "J", (), sample_shape(inputs))
 
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:

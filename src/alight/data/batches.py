@@ -592,6 +592,16 @@ def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
+def sample_shape(inputs: Arrays) -> tuple[int, ...]:
+    """Return the shape of one sample of a batch, on which its cost depends; () of texts and rows of numbers.
+
+    >>> sample_shape((np.zeros((5, 3, 32, 32)),)), sample_shape((np.zeros((5, 12)),))
+    ((3, 32, 32), ())
+    """
+    shape = tuple(inputs[0].shape[1:])
+    return shape if len(shape) > 1 else ()
+
+
 def prefetch(source: Iterable[Any]) -> Iterator[Any]:
     """Yield what the source gives, in its order, fetched in another thread; its errors come when their turn comes.
 
