@@ -345,6 +345,14 @@ def test_costs_are_those_of_the_validation_samples_where_these_have_another_size
     assert predictor.fitted.costs.full == expected > 3 * alight.measure_costs(predictor.network).full
     assert "fit: costs are measured at the size of the validation samples, not at 1 x 8 x 8" in capsys.readouterr().err
     assert "example = torch.zeros(2, 1, 16, 16)\ncosts = alight.measure_costs(model, example)" in predictor.calls
+    predictor(larger[0][:2])
+    with pytest.warns(
+        UserWarning, match="samples of 1 x 8 x 8, and the policy was calibrated on samples of 1 x 16 x 16"
+    ):
+        predictor(images[:2])
+    table = alight.record(predictor.network, larger, progress=False)
+    recorded = alight.fit(predictor.network, None, table, budget="70%", progress=False)
+    assert recorded.fitted.costs.full == expected
 
 
 def test_the_budget_is_kept_on_samples_that_were_not_used_and_the_answers_are_those_of_replay(fitted):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import made_up
@@ -262,3 +264,19 @@ def test_files_that_are_not_tables_are_refused_by_name(tmp_path):
         with pytest.raises(BadFile, match=message) as caught:
             HeadOutputs.load(tmp_path / name)
         assert name in str(caught.value)
+
+
+def test_the_size_of_images_survives_saving_and_tables_of_several_sizes_have_none(tmp_path):
+    labelled = made_up(1, 40, 2)
+    small, large = (replace(labelled, sample_shape=(3, size, size)) for size in (16, 32))
+    small.save(tmp_path / "table.npz")
+    assert HeadOutputs.load(tmp_path / "table.npz").sample_shape == (3, 16, 16)
+    labelled.save(tmp_path / "table.npz")
+    assert HeadOutputs.load(tmp_path / "table.npz").sample_shape == ()
+    joined = [HeadOutputs.joined(parts).sample_shape for parts in ([small, small], [small, large], [small, labelled])]
+    assert joined == [(3, 16, 16), (), ()]
+
+
+def test_an_argument_that_a_table_does_not_have_is_refused():
+    with pytest.raises(TypeError, match="HeadOutputs has no argument 'labelz'"):
+        HeadOutputs([[0.5]], [[0]], labelz=[0])

@@ -69,6 +69,15 @@ def accuracy_text(share: float, sign: str = " %") -> str:
     return f"{shown}{sign}"
 
 
+def shape_text(shape: Iterable[int]) -> str:
+    """Return the shape of a sample in words.
+
+    >>> shape_text((3, 32, 32))
+    '3 x 32 x 32'
+    """
+    return " x ".join(map(str, shape))
+
+
 def exit_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Return the names of so many exits: those given, or "exit 1", "exit 2", ... where there are none.
 

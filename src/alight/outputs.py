@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,14 @@ LEAST_KINDS = 30  # different samples, below which repeated ones may be the few 
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
+class Origin(TypedDict, total=False):
+    """Where all rows of a table are from, as far as it is known."""
+
+    fingerprint: str  # of the network
+    exits: Sequence[str]  # their names
+    sample_shape: Sequence[int]  # of every image
+
+
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class HeadOutputs:
     """What every head said about every sample.
@@ -48,6 +56,7 @@ class HeadOutputs:
     top: Likeliest | None  # the likeliest classes, likeliest first, and their log-probabilities
     fingerprint: str  # of the network that said it, "" where it is not known
     exits: tuple[str, ...]  # their names, () where they are not known
+    sample_shape: tuple[int, ...]  # of each image, such as (3, 32, 32); () where it is not known, or they differ
     costs: Floats | None  # (samples, exits), what each call cost, its own; None where every sample costs the same
     quality: Floats | None  # (samples, exits), of each answer, in 0..1; None where it is right or wrong by its label
 
@@ -59,11 +68,12 @@ class HeadOutputs:
         score: str = "margin",
         features: Mapping[str, npt.ArrayLike] | None = None,
         top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
-        fingerprint: str = "",
-        exits: Sequence[str] = (),
         costs: npt.ArrayLike | None = None,
         quality: npt.ArrayLike | None = None,
+        **origin: Unpack[Origin],
     ) -> None:
+        if unknown := origin.keys() - Origin.__annotations__.keys():
+            raise TypeError(f"HeadOutputs has no argument {min(unknown)!r}")
         scores = _table("scores", scores)
         predictions = _integers("predictions", predictions)
         _same_shape("predictions", predictions, "scores", scores)
@@ -79,10 +89,11 @@ class HeadOutputs:
             arrays[name] = None if given is None else _logged(name, given, scores, most)
         if quality is not None and labels is None:
             raise BadInput("quality without labels: give the index of a right answer as label, or one that none gave")
-        names = tuple(map(str, exits))
+        names, shape = tuple(map(str, origin.get("exits", ()))), tuple(map(int, origin.get("sample_shape", ())))
         if names and len(names) != scores.shape[1]:
             raise BadInput(f"{len(names)} names for {scores.shape[1]} exits: give one name per exit")
-        self.__dict__.update(arrays, score=str(score), features=tables, fingerprint=str(fingerprint), exits=names)
+        arrays |= {"fingerprint": str(origin.get("fingerprint", "")), "exits": names, "sample_shape": shape}
+        self.__dict__.update(arrays, score=str(score), features=tables)
 
     @classmethod
     def from_logits(
@@ -255,8 +266,8 @@ class HeadOutputs:
 
     def metadata(self) -> dict[str, np.ndarray]:
         """Return what is said once of all rows, by its name in a file."""
-        said = {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
-        return said | ({"exits": np.array(self.exits)} if self.exits else {})
+        said = {name: getattr(self, name) for name in ("score", *Origin.__annotations__)}
+        return {name: np.array(value) for name, value in said.items() if isinstance(value, str) or value}
 
     def digest(self) -> bytes:
         """Return a hash of all that the table says: equal tables have equal ones, also in other processes."""
@@ -319,7 +330,10 @@ class HeadOutputs:
         if len(kinds) != 1:
             raise BadInput(f"{len(parts)} tables of {len(kinds)} kinds: join one or more, alike in score and columns")
         rows = {name: np.concatenate([part.rows()[name] for part in parts]) for name in parts[0].rows()}
-        return cls(**_named(rows), score=parts[0].score, fingerprint=parts[0].fingerprint, exits=parts[0].exits)
+        shapes = {part.sample_shape for part in parts}
+        shape = parts[0].sample_shape if len(shapes) == 1 else ()
+        origin: Origin = {"fingerprint": parts[0].fingerprint, "exits": parts[0].exits, "sample_shape": shape}
+        return cls(**_named(rows), score=parts[0].score, **origin)
 
     def save(self, path: PathLike) -> None:
         """Write the table to an .npz file, whole or not at all."""
@@ -336,9 +350,9 @@ class HeadOutputs:
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "HeadOutputs":
         """Return the table of arrays by their names in a file, as `rows` and `metadata` give them."""
         rows = dict(arrays)
-        score, fingerprint = str(rows.pop("score")), str(rows.pop("fingerprint", ""))
-        exits = rows.pop("exits", np.array([])).tolist()
-        return cls(score=score, fingerprint=fingerprint, exits=exits, **_named(rows))
+        score = str(rows.pop("score"))
+        origin = {name: rows.pop(name) for name in Origin.__annotations__ if name in rows}
+        return cls(score=score, **cast("Origin", origin), **_named(rows))
 
     @classmethod
     def load_sample(cls, folder: PathLike, rows: int = ROWS, seed: int = 0) -> "HeadOutputs":

@@ -69,3 +69,11 @@ def test_a_budget_is_guaranteed_in_percent_of_the_full_network_where_the_last_ex
     again = recalibrate(policy, COSTS.at_exits(opened), TABLE.at_exits(opened))
     assert again.full_cost == COSTS.full
     assert "mean cost <= 3 FLOPs (49.2 %)" in again.certificate.guarantee
+
+
+@pytest.mark.parametrize("method", [calibrate.best_single_exit, calibrate.eero])
+def test_a_policy_that_is_fitted_again_is_for_the_size_of_the_new_images(method):
+    small, large = (replace(TABLE, sample_shape=(3, size, size)) for size in (16, 32))
+    policy = method(COSTS, 3.0, small)
+    opened = policy.open_exits
+    assert recalibrate(policy, COSTS.at_exits(opened), large.at_exits(opened)).sample_shape == (3, 32, 32)

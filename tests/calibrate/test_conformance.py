@@ -199,3 +199,21 @@ def test_costs_of_calls_and_costs_of_shared_stages_are_not_mixed(name):
         decide(name, 5.0, PRICED["plain"])
     with pytest.raises(Mismatch, match="one table has a cost for every sample and the other has not"):
         decide(name, 5.0, LABELLED, with_costs(UNLABELLED, 8))
+
+
+@every_method
+def test_the_policy_is_for_the_size_of_the_images_that_set_its_thresholds(name, tmp_path):
+    small, large = (replace(LABELLED, sample_shape=(3, size, size)) for size in (16, 32))
+    policy, _ = decide(name, 5.0, small)
+    policy.save(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json").sample_shape == (3, 16, 16)
+    with pytest.raises(Mismatch, match="for samples of 3 x 16 x 16, and the table is of 3 x 32 x 32"):
+        replay(policy, large)
+    with pytest.raises(
+        Mismatch, match="labelled table is of samples of 3 x 32 x 32, and thresholds are set on samples"
+    ):
+        decide(name, 5.0, large, small.unlabelled())
+    measured = Costs(COSTS.stages, COSTS.heads, "ms", sample_shape=(3, 32, 32))
+    with pytest.raises(Mismatch, match="costs were measured with samples of 3 x 32 x 32, and thresholds are set on"):
+        decide(name, 5.0, small, costs=measured)
+    assert decide(name, 5.0, large, costs=measured)[0].sample_shape == (3, 32, 32)

@@ -26,8 +26,9 @@ from exported import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from alight import Predictor, calibrate, load_policy, replay
+from alight import MultiExitModel, Predictor, calibrate, load_policy, measure_costs, record, replay
 from alight.engine.manifest import Manifest
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, Mismatch
@@ -459,3 +460,36 @@ def test_compiled_stages_are_loaded_where_that_is_allowed_and_use_the_threads_of
     served = load_served_model(backend, {"rule": rule}, settings=RunSettings(threads=1))
     assert_equal(served.predictors["rule"](images()), replay(rule, table()))
     assert served.engine == "PyTorch, compiled ahead of time"
+
+
+def of_any_size():
+    """A network that takes images of any size."""
+    torch.manual_seed(0)
+    stages = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)]
+    heads = [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)) for _ in stages]
+    return MultiExitModel(stages, heads)
+
+
+WAYS_IN = {
+    "a batch": lambda found, batch: found(batch),
+    "single samples": lambda found, batch: [found(batch[row : row + 1]) for row in range(2)],
+    "a data set": lambda found, batch: found.run(batch, progress=False),
+    "a stream": lambda found, batch: [*found.stream([batch])],
+    "answers": lambda found, batch: [*found.answers(batch)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_images_of_another_size_than_the_policy_was_calibrated_on_are_warned_of_once(way):
+    model, small = of_any_size(), torch.randn(40, 3, 16, 16)
+    labelled = record(model, (small, torch.arange(40) % 4), progress=False)
+    policy = calibrate.eero(measure_costs(model, small), "100%", labelled)
+    found, run = Predictor(model, policy), WAYS_IN[way]
+    run(found, small)
+    said = r"samples of 3 x 32 x 32, and the policy was calibrated on samples of 3 x 16 x 16: costs, budget and guaran"
+    for batch in (torch.randn(4, 3, 32, 32), torch.randn(4, 3, 16, 32)):
+        with pytest.warns(UserWarning, match=said.replace("3 x 32 x 32", " x ".join(map(str, batch.shape[1:])))):
+            run(found, batch)
+        run(found, batch)
+        run(found.with_policy(policy), batch)
+    run(Predictor(model, replace(policy, sample_shape=())), batch)  # as of a policy that does not say its size

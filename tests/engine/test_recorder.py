@@ -280,3 +280,26 @@ def test_networks_that_know_nothing_are_not_taken_for_misnumbered(num_classes):
             assert numbered_otherwise(table, num_classes) == ""
     table = HeadOutputs([[0.5]] * 300, [[3]] * 300, [3] * 150 + [1] * 150)
     assert numbered_otherwise(table, None) == ""
+
+
+def of_any_size():
+    """A network that takes images of any size."""
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+    heads = [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)) for _ in range(2)]
+    return MultiExitModel([stage, nn.Conv2d(8, 8, 3, padding=1)], heads)
+
+
+def test_a_recording_knows_the_size_of_its_images_in_memory_and_on_the_disk(tmp_path):
+    small, large = torch.zeros(5, 3, 16, 16), torch.zeros(5, 3, 32, 32)
+    recorder = Recorder(of_any_size())
+    for batches, expected in (([small, small], (3, 16, 16)), ([large], (3, 32, 32)), ([small, large], ())):
+        table = recorder.table(batches, progress=False)
+        assert table.sample_shape == expected
+        assert recorder.write(tmp_path / "table.npz", batches, progress=False).load().sample_shape == expected
+        assert table.take(slice(2)).at_exits([1]).unlabelled().with_score("margin").sample_shape == expected
+
+
+def test_the_size_of_texts_and_rows_of_numbers_is_not_recorded():
+    model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    assert record(model, torch.zeros(5, 4), progress=False).sample_shape == ()

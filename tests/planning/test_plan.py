@@ -13,7 +13,7 @@ from alight import Costs, HeadOutputs, cascade
 from alight.calibrate.published import eero
 from alight.calibrate.risk_guarantees import largest_loss
 from alight.engine.settings import RunSettings
-from alight.errors import BadInput
+from alight.errors import BadInput, Mismatch
 from alight.networks.multi_exit import MultiExitModel
 from alight.planning.plan import TESTING_SALT, cheapest, plan, walking_costs
 from alight.policies.policy import ExitAt
@@ -234,3 +234,13 @@ def test_graded_answers_lose_quality_and_not_their_label():
     graded = HeadOutputs(table.scores, table.predictions, table.labels, quality=np.ones((600, 3)))
     policy = cheapest(eero, Costs([1.0, 1.0, 1.0], [0.1] * 3), *graded.split(1 / 3, np.random.default_rng(0)), 0.05)
     assert policy.budget == pytest.approx(1.1)
+
+
+def test_times_of_other_images_than_those_of_the_table_are_refused_and_the_full_network_knows_its_size():
+    heads = [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)) for _ in range(2)]
+    model = MultiExitModel([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)], heads).eval()
+    table, terms = recorded([0.2, 0.9]), {"batch_size": 8, "max_accuracy_loss": 0.01, "progress": False}
+    table = replace(table, sample_shape=(3, 16, 16))
+    with pytest.raises(Mismatch, match="costs were measured with samples of 3 x 12 x 12, and thresholds are set on"):
+        plan(model, table, example=torch.zeros(1, 3, 12, 12), **terms)
+    assert plan(model, table, example=torch.zeros(1, 3, 16, 16), **terms).policy.sample_shape == (3, 16, 16)

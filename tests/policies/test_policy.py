@@ -167,3 +167,9 @@ def test_a_policy_says_what_a_walk_must_know_of_its_combination():
     assert not Quota(costs=(1.0, 3.0), exit_rates=(0.5, 0.5), budget=2.0).takes_single_samples
     assert plain.view(outputs) is outputs
     assert combined.view(outputs).score == "lead"
+
+
+def test_a_size_of_images_is_whole_numbers():
+    for shape in ((3, 0, 16), (3, 16.0, 16), ("3", 16, 16)):
+        with pytest.raises(BadInput, match=r"sample shape .* give whole numbers above 0, or none"):
+            Threshold((0.5,), costs=(1.0, 2.0), sample_shape=shape)

@@ -41,7 +41,7 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
         budget = Amount(share * float(costs.cumulative()[-1]))
     if policy.certificate is None and isinstance(policy, ExitAt):  # nothing is fitted
         own: dict[str, Any] = {"costs": tuple(costs.cumulative().tolist()), "budget": budget, "full_cost": full}
-        return replace(policy, fingerprint=labelled.fingerprint, **own)
+        return replace(policy, fingerprint=labelled.fingerprint, sample_shape=labelled.sample_shape, **own)
     if policy.certificate is not None and policy.certificate.contract in RISKS:
         budget = None  # the cheapest policy of this risk was wanted, whatever it costs
     made = _certified(_method(policy), policy.certificate)(costs, budget, labelled)

@@ -12,6 +12,7 @@ from alight.budgeting.bounds import Plan, exact_plan, exact_ranks
 from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import Slack, hash01, marginal_ranks, survivor_thresholds, thresholds_at_ranks
 from alight.costs import Costs, as_costs
+from alight.display import shape_text
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.outputs import HeadOutputs
 from alight.policies.policy import MIXING, Mixture, Policy, Threshold
@@ -112,6 +113,7 @@ class Problem:
             "score": self.scored.score,
             "fingerprint": self.labelled.fingerprint,
             "exits": self.labelled.exits or self.scored.exits,
+            "sample_shape": self.scored.sample_shape,
             "full_cost": self.full_cost,
             "method": self.method,
             "settings": dict(settings or {}) | ({"truth": "the last exit"} if self.labelled.labels is None else {}),
@@ -242,6 +244,15 @@ def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs 
             )
         if table is not None and len(table) < 2:
             raise BadInput(f"the {name} table has {len(table)} sample: record at least 2, better 1,000, to calibrate")
+    scored = labelled if unlabelled is None else unlabelled
+    sizes = {"the costs were measured with": network.sample_shape, "the labelled table is of": labelled.sample_shape}
+    for what, size in sizes.items():
+        if size and scored.sample_shape and size != scored.sample_shape:
+            raise Mismatch(
+                f"{what} samples of {shape_text(size)}, and thresholds are set on samples of"
+                f" {shape_text(scored.sample_shape)}: record at one size, and measure costs with an example of it,"
+                " measure_costs(model, example), or attach heads with one"
+            )
 
 
 def _named(slack: AnySlack, delta: float) -> Settings:

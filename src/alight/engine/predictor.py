@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of, prefetch, warn_of_pixels
+from alight.data.batches import MANY, Batch, as_inputs, batches, in_batches, length_of, prefetch, warn_of_pixels
 from alight.data.preprocess import as_array
+from alight.display import shape_text
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.exported import exported_backend
@@ -81,6 +82,7 @@ class Predictor:
             raise BadInput(f"a {type(policy).__name__} is not a policy: give one that a method or load_policy returns")
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
         self._allow_mismatch, self._numbering = allow_mismatch, Numbering()
+        self._other_sizes: set[Any] = set()  # that were warned of, each once
         if isinstance(network, Cascade):
             network = network.backend(policy.open_exits, settings, batch_size)
         elif not hasattr(network, "with_reads"):
@@ -271,6 +273,8 @@ class Predictor:
 
         None where it is decided like a batch.
         """
+        if (size := self.policy.sample_shape) and inputs[0].shape[1:] != size:
+            self._warn_of_size(inputs[0].shape[1:])
         try:
             with self.backend.running():
                 if self._deciding is not None:
@@ -323,6 +327,8 @@ class Predictor:
         """Yield sample numbers and inputs of every batch."""
         start = 0
         for arrays in inputs:
+            if (size := self.policy.sample_shape) and arrays[0].shape[1:] != size:
+                self._warn_of_size(arrays[0].shape[1:])
             stop = start + len(arrays[0])
             if samples is None:
                 numbers = self._numbering.take(stop - start) + np.arange(stop - start)
@@ -330,6 +336,19 @@ class Predictor:
                 raise BadInput(f"{len(numbers) + start} sample numbers for {stop} samples or more: give one for each")
             yield numbers, arrays
             start = stop
+
+    def _warn_of_size(self, shape: Sequence[int]) -> None:
+        """Warn once that samples have another size than those on which the policy was calibrated."""
+        met = (shape, self.policy.sample_shape)
+        if met in self._other_sizes or len(self._other_sizes) == MANY:
+            return
+        self._other_sizes.add(met)
+        warnings.warn(
+            f"samples of {shape_text(shape)}, and the policy was calibrated on samples of"
+            f" {shape_text(self.policy.sample_shape)}: costs, budget and guarantees are of that size; measure costs,"
+            " record and calibrate at the size that is to be predicted",
+            stacklevel=3,
+        )
 
     def _decided(
         self, inputs: Iterable[State], samples: npt.ArrayLike | None, *, joins: bool, labels: Sequence[Any] = ()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
+from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch, sample_shape
 from alight.data.labels import single_classes
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, DeviceValues, HeadValues, Reads, State
@@ -171,14 +171,17 @@ class Recorder:
 
         `HeadOutputs.load` reads the file. It is there once it is whole; when something fails, nothing of it stays.
         """
-        correct, labelled = np.zeros(len(self.backend.exits)), False
+        correct, labelled, shapes = np.zeros(len(self.backend.exits)), False, set()
         with GrowingArrays(path) as growing, ThreadPoolExecutor(1) as aside:
             fingerprint = aside.submit(self.backend.fingerprint_aside())
             for part in self.tables(data, batch_size, progress):
                 growing.add(part.rows())
                 correct += part.correct().sum(axis=0)
                 labelled = part.labels is not None
-            written = growing.write("HeadOutputs", replace(part, fingerprint=fingerprint.result()).metadata())
+                shapes.add(part.sample_shape)
+            shape = part.sample_shape if len(shapes) == 1 else ()
+            said = replace(part, fingerprint=fingerprint.result(), sample_shape=shape)
+            written = growing.write("HeadOutputs", said.metadata())
             accuracies = tuple((correct / growing.rows).tolist()) if labelled else ()
             return Recorded(written, growing.rows, len(correct), self.score, fingerprint.result(), accuracies)
 
@@ -186,11 +189,11 @@ class Recorder:
         """Yield the table of each batch, in their order; on a device the next batches run while one is on its way."""
         loader = in_batches(data, self.backend.inputs, batch_size)
         bar: dict[str, Any] = {"desc": "record", "unit": "batch", "total": length_of(loader), "disable": not progress}
-        awaited: deque[tuple[Any, Any]] = deque()  # head values, perhaps on their way, and labels
+        awaited: deque[tuple[Any, Any, tuple[int, ...]]] = deque()  # head values, perhaps on their way, labels, shape
         seen = 0
         for batch in chain(tqdm(prefetch(self._loaded(loader)), **bar), repeat(None, self.backend.in_flight)):
             if batch is not None:
-                awaited.append((self._launched(batch), batch.labels))
+                awaited.append((self._launched(batch), batch.labels, sample_shape(batch.inputs)))
             if awaited and (batch is None or len(awaited) > self.backend.in_flight):
                 table = self._table(*awaited.popleft(), seen)
                 yield table
@@ -215,7 +218,7 @@ class Recorder:
                 )
             yield Batch(self.backend.pin(batch.inputs), batch.labels)
 
-    def _table(self, values: Any, labels: Any, seen: int) -> HeadOutputs:
+    def _table(self, values: Any, labels: Any, sample_shape: tuple[int, ...], seen: int) -> HeadOutputs:
         """Return the table of a batch, `seen` samples after the first."""
         values = values if isinstance(values, HeadValues) else values.get()  # the only wait for this batch
         shape = (-1, len(self.backend.exits))
@@ -241,6 +244,7 @@ class Recorder:
             features=scores,
             top=(classes, logs),
             exits=self.backend.exits,
+            sample_shape=sample_shape,
         )
 
 

@@ -14,7 +14,7 @@ from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch, split_batches
 from alight.data.labels import single_classes
 from alight.data.preprocess import as_array
-from alight.display import exit_names, layer_label, number, quantity
+from alight.display import exit_names, layer_label, number, quantity, shape_text
 from alight.engine.backends.members import LogitsBackend
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
@@ -230,6 +230,8 @@ class _Fitting:
             if validation.num_exits != self.model.num_exits:
                 exits = f"{validation.num_exits} exits for a network of {self.model.num_exits}"
                 raise Mismatch(f"a table of {exits}: give the validation data instead, or record this network")
+            if validation.sample_shape:
+                self._measure_at(validation.sample_shape)
         elif not isinstance(validation, Iterator):  # which would lose them
             batch = first_batch(validation, self.model.input_spec, LOOKED_AT)
             if self.model.num_classes is not None:
@@ -249,24 +251,23 @@ class _Fitting:
                 raise BadInput(
                     "the first validation samples hold NaN or infinite numbers: replace them, or leave them out"
                 )
-            shape = " x ".join(map(str, first.shape[1:]))
             low, high = number(float(first.min())), number(float(first.max()))
-            self.steps.say(f"the network gets samples of {shape} numbers, from {low} to {high}")
-            self._measure_at(first)
+            self.steps.say(f"the network gets samples of {shape_text(first.shape[1:])} numbers, from {low} to {high}")
+            self._measure_at(first.shape[1:])
         training = self.model.training
         with torch.inference_mode():
             logits = self.model.eval()(tuple(as_tensor(each).to(self.made.device) for each in inputs))[-1]
         self.model.train(training)
         warn_of_probabilities(logits)
 
-    def _measure_at(self, first: Any) -> None:
+    def _measure_at(self, shape: Sequence[int]) -> None:
         """Let costs be those of the validation samples, where they have another size than the training samples."""
         import torch
 
-        if isinstance(self.example, torch.Tensor) and self.example.shape[1:] != first.shape[1:]:
-            own = " x ".join(map(str, self.example.shape[1:]))
+        if isinstance(self.example, torch.Tensor) and self.example.shape[1:] != shape:
+            own = shape_text(self.example.shape[1:])
             self.steps.say(f"costs are measured at the size of the validation samples, not at {own}")
-            self.example = self.example.new_zeros(2, *first.shape[1:])
+            self.example = self.example.new_zeros(2, *shape)
             self.steps.call(f"example = {example_literal(self.example)}", imports=["import torch"])
 
     def train(self, data: Any, training: "TrainingSettings | None") -> None:
@@ -416,7 +417,7 @@ class _Fitting:
     def _run_full_network(self) -> None:
         """Let the full network answer every sample, and warn of the reason."""
         warnings.warn(self.verdict, stacklevel=6)
-        self.policy = self._exit_at(self.model.num_exits - 1)
+        self.policy = replace(self._exit_at(self.model.num_exits - 1), sample_shape=self.labelled.sample_shape)
         self.steps.call("policy = full_network(model)", imports=["from alight.planning.timing import full_network"])
 
     def _compared(

@@ -189,7 +189,7 @@ def plan(
         begin("running it beside the full network")
         baseline = _as_accurate(policy, costs, testing) if isinstance(model, Cascade) else -1
         own: dict[str, Any] = {"costs": (float(costs.alone[baseline]),), "unit": costs.unit, "full_cost": costs.full}
-        alone = replace(full_network(model, baseline), method=FULL, **own)
+        alone = replace(full_network(model, baseline), method=FULL, sample_shape=labelled.sample_shape, **own)
         right = float(testing.correct()[:, baseline].mean())
         measure = ACCURACY if labelled.labels is not None else AGREEMENT
         terms: dict[str, Any] = {"settings": settings, "tuned": tuned, "measure": measure}
@@ -355,10 +355,11 @@ def walking_costs(model: Network, example: Any, batch_size: int, settings: RunSe
     if settings.compile or settings.graphs or "the device decides" in walk.decided_by:
         whole = 1e3 * stage_seconds(walk, tuple(each[:batch_size] for each in inputs)) / batch_size
         heads = times.heads / (times.stages + times.heads)  # both run as one: shared as when they run apart
-        times = Costs(whole * (1 - heads), whole * heads, "ms")
+        times = Costs(whole * (1 - heads), whole * heads, "ms", sample_shape=times.sample_shape)
     walked = min(taken, float(np.median(interleaved_timings([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
-    return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
+    heads = times.heads + beside * (np.arange(len(times)) < len(times) - 1)
+    return Costs(times.stages, heads, "ms", sample_shape=times.sample_shape)
 
 
 def cheapest(

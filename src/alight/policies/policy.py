@@ -20,7 +20,7 @@ import numpy as np
 
 from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below, tie_range
 from alight.costs import Costs
-from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity
+from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity, shape_text
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
 from alight.outputs import TOP, HeadOutputs
@@ -79,6 +79,7 @@ class Policy(ABC):
     exits: tuple[str, ...] = ()  # names of all exits of the network, where they are known
     full_cost: float | None = None  # of the full network per sample, where it is known
     fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
+    sample_shape: tuple[int, ...] = ()  # of the images on which it was calibrated, where all had the same
     salt: int = 0  # with a sample's number it decides ties and mixtures; certificates average over it
 
     is_batch_dependent: ClassVar[bool] = False  # whether samples that share a batch decide about each other
@@ -123,6 +124,8 @@ class Policy(ABC):
             raise BadInput(f"full_cost {self.full_cost!r} must be a positive number")
         if self.exits and (len(self.exits) != self.num_exits or {*map(type, self.exits)} != {str}):
             raise BadInput(f"exits {self.exits} of {self.num_exits}: give the name of each, or none")
+        if self.sample_shape and ({*map(type, self.sample_shape)} != {int} or min(self.sample_shape) < 1):
+            raise BadInput(f"sample shape {self.sample_shape}: give whole numbers above 0, or none")
 
     def _check_rates(self) -> None:
         rates = f"exit rates {self.exit_rates}"
@@ -205,6 +208,9 @@ class Policy(ABC):
             differs = f"for the network {self.fingerprint} and the table is of {outputs.fingerprint}"
         elif self.exits and outputs.exits and self.exits != outputs.exits:
             differs = f"for exits {', '.join(self.exits)} and the table has {', '.join(outputs.exits)}"
+        elif self.sample_shape and outputs.sample_shape and self.sample_shape != outputs.sample_shape:
+            own, other = map(shape_text, (self.sample_shape, outputs.sample_shape))
+            differs = f"for samples of {own}, and the table is of {other}, which cost something else"
         if differs:
             raise Mismatch(f"the policy is {differs}: calibrate on outputs of this network")
         if self.combination:
