@@ -77,3 +77,10 @@ def test_a_policy_that_is_fitted_again_is_for_the_size_of_the_new_images(method)
     policy = method(COSTS, 3.0, small)
     opened = policy.open_exits
     assert recalibrate(policy, COSTS.at_exits(opened), large.at_exits(opened)).sample_shape == (3, 32, 32)
+
+
+def test_the_full_network_as_the_cheapest_policy_of_a_risk_is_of_the_network_and_the_size_of_the_table():
+    table = replace(TABLE, fingerprint="0123456789abcdef", sample_shape=(3, 16, 16))
+    policy = certified_risk(calibrate.eero, risk="disagreement", alpha=0.01)(COSTS, None, table)
+    assert policy.method == "full network"
+    assert (policy.fingerprint, policy.sample_shape) == ("0123456789abcdef", (3, 16, 16))

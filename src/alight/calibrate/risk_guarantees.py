@@ -219,7 +219,8 @@ def _with_risk(policy: Policy, network: Costs, testing: HeadOutputs, test: _Risk
 def _cheapest(fit: Fit, network: Costs, fitting: HeadOutputs, testing: HeadOutputs, test: _RiskTest) -> Policy:
     """Return the cheapest policy of a fixed sequence, from the full network down, up to the first that fails."""
     terms: dict[str, Any] = {"num_exits": len(network), "unit": network.unit, "score": fitting.score}
-    terms |= {"exits": fitting.exits, "full_cost": network.full}
+    terms |= {"exits": fitting.exits, "full_cost": network.full, "fingerprint": fitting.fingerprint}
+    terms["sample_shape"] = fitting.sample_shape
     full = ExitAt(costs=(network.full,), open_exits=(len(network) - 1,), method="full network", **terms)
     _, observed = test.observe(full, testing, where="of the full network")
     accepted: list[tuple[float, Policy, float]] = [(network.full, full, observed)]  # mean cost, policy, risk
