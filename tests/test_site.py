@@ -166,7 +166,7 @@ def test_broken_links_missing_anchors_and_forgotten_pages_are_errors(tmp_path):
 
 @pytest.mark.slow
 def test_tables_come_from_results_and_a_missing_file_fails_the_build(tmp_path, site):
-    table = (site / "speed.html").read_text()
+    table = (site / "instead.html").read_text()
     assert "<td>ResNet-10, compiled</td>" in table
     assert "<!-- table" not in table
     done = built_pages(tmp_path, "tables.py", {"index": "<!-- table: results/nothing.csv -->"}, ["index.md"])

@@ -455,7 +455,7 @@ COMMANDS = (
         ),
         (
             "plan model labelled.npz --batch-size 32 --max-accuracy-loss 0.01 -o policy.json",
-            "plan model labelled.npz --batch-size 32 --budget 60% -o policy.json",
+            "plan model labelled.npz --batch-size 32 --budget 80% -o policy.json",
         ),
     ),
     Command(
