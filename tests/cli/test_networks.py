@@ -21,6 +21,7 @@ from alight.display import quantity
 from alight.engine.predictor import load_network
 from alight.networks.store import fingerprint, load_model
 from alight.planning import timing
+from alight.planning.engines import RuntimeComparison, RuntimeTrial
 from alight.training.checkpoints import Checkpoint
 
 
@@ -107,6 +108,21 @@ def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, ca
     assert load_policy("planned.json").unit == "ms"
     assert load_policy("planned.json").exits == ("layer1", "layer2", "end")
     assert run(f"predict {chain}/model planned.json {network}/test.npz -o planned.csv", capsys)[0] == 0
+
+
+@pytest.mark.slow
+def test_the_commands_that_a_plan_prints_run_its_policy_as_it_was_planned(network, chain, folder, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+    monkeypatch.setattr(RuntimeComparison, "fastest", RuntimeTrial("openvino", "with exits", 1e9))
+    shutil.copytree(chain / "model", "a model")
+    line = f"plan 'a model' {chain}/labelled.npz --batch-size 16 --threads 1 --runtimes -o 'a plan.json'"
+    status, out, err = run(line, capsys)
+    assert status == 0, err
+    said = out.splitlines()[-1]
+    exported, ran = said.removeprefix("policy: a plan.json for openvino: alight ").split(", then alight ")
+    assert ran == "run FOLDER DATA --runtime openvino --batch-size 16 --threads 1"
+    assert run(exported, capsys)[0] == 0
+    assert run(ran.replace("DATA", f"{network}/test.npz"), capsys)[0] == 0
 
 
 @pytest.mark.slow

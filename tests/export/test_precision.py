@@ -32,6 +32,7 @@ from alight import (
 from alight.costs import Costs
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import OnnxBackend
+from alight.engine.backends.openvino import quantised_stage
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
@@ -249,6 +250,21 @@ def test_a_code_whose_row_the_table_lacks_is_refused_alone_and_in_a_batch(runtim
         ):
             predictor(np.full((size, 2), 7))
         assert (predictor(codes).predictions == expected.predictions).all()
+
+
+def test_a_run_that_fails_in_openvino_raises_instead_of_giving_the_answers_of_the_last_one():
+    pytest.importorskip("openvino")
+    takes, tensor = ("left", "right"), onnx.helper.make_tensor_value_info
+    inputs, made = [tensor(name, 1, [None, None]) for name in takes], tensor("logits", 1, [None, None])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Add", takes, ["logits"])], "sum", inputs, [made])
+    opset = onnx.helper.make_opsetid("", 18)
+    content = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9).SerializeToString()
+    stage = quantised_stage(content, "sum", takes)
+    ones = np.ones((2, 3), np.float32)
+    assert (stage((ones, ones))[0] == 2).all()
+    with pytest.raises(BadInput, match=r"cannot take these 2 samples \(\[CPU\] Add node with name 'logits'"):
+        stage((ones, np.ones((2, 5), np.float32)))
+    assert (stage((ones, 5 * ones))[0] == 6).all()
 
 
 class Passing(nn.Module):
@@ -573,6 +589,7 @@ from pathlib import Path
 from alight import RunSettings
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import OnnxBackend
+from alight.engine.backends.openvino import quantised_stage
 from alight.engine.manifest import Manifest
 
 place = Path(sys.argv[1])

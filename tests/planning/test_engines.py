@@ -8,6 +8,7 @@ import torch
 from exported import images, network, older_exporter, policy, table
 
 from alight import Costs, Predictor, RunSettings, compare_runtimes, load_policy, tune_speed
+from alight.calibrate.risk_guarantees import largest_loss
 from alight.engine.manifest import Manifest
 from alight.errors import AlightError, BadInput
 from alight.planning import engines
@@ -70,7 +71,7 @@ def planned(monkeypatch, own_times, **goal):
     """A plan with every runtime, of which the exported ones have these times of stages."""
     heads = [0.01, 0.01, 0.01, 0.0]
     costs = {name: Costs(stages, heads, "ms") for name, stages in own_times.items()}
-    monkeypatch.setattr(planning, "runtime_costs", lambda *_: costs)
+    monkeypatch.setattr(planning, "runtime_costs", lambda *_: (costs, []))
     monkeypatch.setattr(planning, "walking_costs", lambda *_: Costs([1.0, 1.0, 1.0, 1.0], heads, "ms"))
     with older_exporter():
         terms = {"batch_size": 16, "example": torch.from_numpy(images()[:16]), "settings": ONE, "progress": False}
@@ -123,9 +124,54 @@ def test_a_runtime_that_cannot_keep_the_budget_is_not_recommended(short_trials, 
     assert found.fastest == ("torch", found.policy)
 
 
+def test_a_plan_says_why_a_runtime_is_left_out(short_trials, monkeypatch):
+    def refuse(*_, **__):
+        raise BadInput("no operator for that")
+
+    monkeypatch.setattr(engines, "export_model", refuse)
+    terms = {"batch_size": 16, "example": torch.from_numpy(images()[:16]), "progress": False}
+    for settings, why in {
+        ONE: "no operator",
+        RunSettings(threads=1, dtype="bf16"): "exported stages are float32",
+    }.items():
+        unknown = replace(table(), fingerprint="")
+        found = planning.plan(network(), unknown, speed="runtimes", max_accuracy_loss=0.3, settings=settings, **terms)
+        assert {each.runtime for each in found.runtimes.ranked} == {"torch"}
+        for name in engines.installed_runtimes():
+            assert f"{name}: does not run: {why}" in str(found)
+
+
+def test_a_plan_says_what_the_policy_of_the_fastest_runtime_loses(short_trials, monkeypatch):
+    name, *others = engines.installed_runtimes()
+    trials = (RuntimeTrial(name, "with exits", 9.0), RuntimeTrial("torch", "with exits", 5.0))
+    monkeypatch.setattr(planning, "compare_runtimes", lambda *given, **_: RuntimeComparison(trials, 16, *given[:2]))
+    late = {each: [0.1, 0.1, 0.1, 9.0] for each in (name, *others)}
+    found = planned(monkeypatch, late, budget="60%")
+    _, testing = table().split(1 / 3, np.random.default_rng(0))
+    own = replay(replace(found.runtimes.policies[name], salt=planning.TESTING_SALT), testing)
+    correct, full = own.correct(testing.labels), testing.correct()[:, -1]
+    lost = largest_loss(full, correct, 0.05 / (2 + len(others)))
+    said = f"{name}, with exits: {correct.mean():.1%} accuracy; it loses at most {lost:.1%}, with 95 % confidence."
+    assert found.runtimes.note.replace(" %", "%") == said.replace(" %", "%")
+    assert found.accuracy != correct.mean()
+    assert str(found).endswith(found.runtimes.note)
+    assert "\n\ntorch, batches of 16" in str(found)
+    slow = replace(found.runtimes, trials=trials[1:])
+    monkeypatch.setattr(planning, "compare_runtimes", lambda *_, **__: replace(slow, note=""))
+    assert planned(monkeypatch, late, budget="60%").runtimes.note == ""
+
+
+def test_policies_of_runtimes_that_are_not_known_or_without_that_of_torch_are_refused():
+    for given in ({"openvino": policy()}, {"torch": policy(), "onnx": policy()}):
+        with pytest.raises(BadInput, match="give one for torch, others for onnxruntime and openvino"):
+            compare_runtimes(network(), given, images(), 64)
+
+
 def test_times_of_every_exit_are_measured_by_each_runtime():
     with older_exporter():
-        found = engines.runtime_costs(network(), engines.installed_runtimes(), torch.from_numpy(images()[:8]), 8, ONE)
+        terms = (torch.from_numpy(images()[:8]), 8, ONE)
+        found, failed = engines.runtime_costs(network(), engines.installed_runtimes(), *terms)
+    assert not failed
     assert [*found] == engines.installed_runtimes()
     for costs in found.values():
         assert (len(costs), costs.unit) == (4, "ms")
@@ -162,7 +208,7 @@ def test_a_policy_of_another_network_runs_by_no_runtime_unless_it_is_allowed():
 def test_a_runtime_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(engines, "installed_runtimes", list)
     found = compare_runtimes(network(), policy(), images(), 64, settings=ONE, rounds=1)
-    assert 'openvino: not installed, so not tried: pip install "alight[export,openvino]"' in str(found)
+    assert 'openvino: it or onnx is not installed, so not tried: pip install "alight[export,openvino]"' in str(found)
     assert {each.runtime for each in found.ranked} == {"torch"}
 
 

@@ -204,8 +204,10 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     values["runtimes"] = [] if planned.runtimes is None else [planned.runtimes.values()]
     text = f"{planned}\n\n{policy}\n\npolicy: {options.output}"
     if runtime != TORCH:
-        exported = f"alight export {options.model} {options.output} -o FOLDER"
-        text += f" for {runtime}: {exported}, then alight run FOLDER DATA --runtime {runtime}"
+        exported = shlex.join(["alight", "export", options.model, options.output, "-o", "FOLDER"])
+        threads = f" --threads {planned.settings.threads}" if planned.settings.threads else ""
+        ran = f"alight run FOLDER DATA --runtime {runtime} --batch-size {planned.batch_size}{threads}"
+        text += f" for {runtime}: {exported}, then {ran}"
     text += f"\nreport: {options.report}" if options.report else ""
     return CommandResult(text, {"path": options.output, "report": options.report, **values})
 

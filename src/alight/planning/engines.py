@@ -4,7 +4,6 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ from alight.data.batches import as_inputs, as_tensor
 from alight.display import aligned, html_table, layer_label
 from alight.engine.backends import Reads, State
 from alight.engine.backends.exported import exported_backend
-from alight.engine.manifest import Manifest
+from alight.engine.manifest import FLOAT32, Manifest
 from alight.engine.predictor import Predictor
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
-from alight.errors import AlightError
+from alight.errors import AlightError, BadInput
 from alight.export.exporting import export_model
 from alight.export.precision import without_heads
 from alight.files import PathLike
@@ -35,7 +34,7 @@ NOTABLE = 1.05  # times as fast as the next; less may be another order in anothe
 EXITS, FULL = "with exits", "full network"
 COMPILED = f"{TORCH}, compiled"
 EXPORTED = (ONNXRUNTIME, OPENVINO)
-ABSENT = 'not installed, so not tried: pip install "alight[export,openvino]"'
+ABSENT = 'it or onnx is not installed, so not tried: pip install "alight[export,openvino]"'
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class RuntimeComparison:
     batch_size: int  # samples that ran at once
     model: MultiExitModel | None = field(default=None, repr=False)  # what `export` writes
     policies: Mapping[str, Policy] = field(default_factory=dict, repr=False)  # under which each runtime ran
+    note: str = ""  # what the fastest loses, where that is known
 
     @property
     def ranked(self) -> list[RuntimeTrial]:
@@ -105,7 +105,7 @@ class RuntimeComparison:
 
     def values(self) -> dict[str, Any]:
         """Return what the table says, for programs."""
-        return {"batch_size": self.batch_size, "trials": [*map(vars, self.trials)]}
+        return {"batch_size": self.batch_size, "trials": [*map(vars, self.trials)], "note": self.note}
 
     @property
     def reason(self) -> str:
@@ -120,13 +120,14 @@ class RuntimeComparison:
         return f"{winner} the fastest here: {over:.2f} times the next."
 
     def __str__(self) -> str:
-        return "\n".join([*aligned(self.columns()), *self._remarks(), self.reason])
+        return "\n".join([*aligned(self.columns()), *self._remarks()])
 
     def _repr_html_(self) -> str:
-        return html_table("Runtimes", self.columns(), [*self._remarks(), self.reason])
+        return html_table("Runtimes", self.columns(), self._remarks())
 
     def _remarks(self) -> list[str]:
-        return list(dict.fromkeys(f"{each.runtime}: {each.remark}" for each in self.trials if each.remark))
+        said = dict.fromkeys(f"{each.runtime}: {each.remark}" for each in self.trials if each.remark)
+        return [*said, self.reason, *filter(None, [self.note])]
 
 
 def compare_runtimes(
@@ -165,6 +166,8 @@ def compare_runtimes(
     """
     settings, installed = settings or RunSettings(), installed_runtimes()
     given = policy if isinstance(policy, Mapping) else dict.fromkeys([TORCH, *installed], policy)
+    if TORCH not in given or {*given} - {TORCH, *EXPORTED}:
+        raise BadInput(f"policies for {', '.join(given)}: give one for {TORCH}, others for {' and '.join(EXPORTED)}")
     policies = {TORCH: given[TORCH], **({COMPILED: given[TORCH]} if compiled else {})}
     policies |= {name: given[name] for name in installed if name in given}
     terms: dict[str, Any] = {"batch_size": batch_size, "allow_mismatch": allow_mismatch}
@@ -178,7 +181,7 @@ def compare_runtimes(
                 predictor(inputs)  # compiles, or finds out that it cannot
                 made[way, what] = predictor
             except (AlightError, RuntimeError) as error:
-                failed.append(RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}"))
+                failed.append(_failed(way, what, error))
     if not made:
         raise AlightError(f"no runtime runs this network under this policy: {failed[-1].remark}")
     return RuntimeComparison((*_timed(made, inputs, rounds), *failed), batch_size, model, policies)
@@ -209,11 +212,21 @@ def _started(
     """Return a predictor that runs in one way; `place` is for exported stages, one folder for each choice of exits."""
     if way in (TORCH, COMPILED):
         return Predictor(model, policy, settings=replace(settings, compile=way == COMPILED), **terms)
+    _check_dtype(settings)
     folder = place / "-".join(map(str, policy.open_exits))
     if not folder.exists():
         allowed = terms["allow_mismatch"]
         export_model(model, policy, folder, example=example, allow_mismatch=allowed, progress=False)
     return Predictor.load(folder, policy, settings=RunSettings(threads=settings.threads, runtime=way), **terms)
+
+
+def _failed(way: str, what: str, error: Exception) -> RuntimeTrial:
+    return RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}")
+
+
+def _check_dtype(settings: RunSettings) -> None:
+    if settings.dtype not in (None, FLOAT32):
+        raise BadInput(f"exported stages are {FLOAT32}, and the policy is for {settings.dtype}: leave dtype out")
 
 
 def installed_runtimes() -> list[str]:
@@ -237,20 +250,24 @@ def _cell(trial: RuntimeTrial | None) -> str:
 
 def runtime_costs(
     model: MultiExitModel, runtimes: Sequence[str], inputs: Any, batch_size: int, settings: RunSettings
-) -> dict[str, Costs]:
-    """Return milliseconds per sample of every stage and head by runtimes of exported networks, those that run it."""
+) -> tuple[dict[str, Costs], list[RuntimeTrial]]:
+    """Return milliseconds per sample of every stage and head by runtimes of exported networks, and which do not run."""
     every, example = range(model.num_exits), tuple(as_tensor(each) for each in as_inputs(inputs, model.input_spec))
     nobody = Threshold((np.inf,) * (len(every) - 1), costs=tuple(1.0 + index for index in every))
     found: dict[str, Costs] = {}
+    failed: list[RuntimeTrial] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "exported"
         for name in runtimes:
-            with suppress(AlightError, RuntimeError):  # `compare_runtimes` says why
+            try:
+                _check_dtype(settings)
                 if not folder.exists():
                     export_model(model, nobody, folder, example=tuple(each[:2] for each in example), progress=False)
                 own = RunSettings(threads=settings.threads, runtime=name)
                 found[name] = exported_costs(folder, tuple(each.numpy() for each in example), batch_size, own)
-    return found
+            except (AlightError, RuntimeError) as error:
+                failed.append(_failed(name, EXITS, error))
+    return found, failed
 
 
 def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:

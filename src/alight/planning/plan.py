@@ -106,7 +106,8 @@ class Plan:
 
     def _title(self) -> str:
         names = ", ".join(layer_label(self.model.exits[index]) for index in self.open_exits)
-        return f"batches of {self.batch_size}; open exits: {names}"
+        by = "" if self.runtimes is None else f"{TORCH}, "  # the other runtimes have a table of their own
+        return f"{by}batches of {self.batch_size}; open exits: {names}"
 
     def _columns(self) -> list[list[str]]:
         return [
@@ -237,8 +238,9 @@ def _by_runtimes(planned: Plan, runtimes: Sequence[str], question: _Question, ex
     """
     model, size, settings = planned.model, planned.batch_size, planned.settings
     assert isinstance(model, MultiExitModel)  # _check refuses cascades
-    policies, failed = {TORCH: planned.policy}, []
-    for name, costs in runtime_costs(model, runtimes, example, size, settings).items():
+    policies = {TORCH: planned.policy}
+    times, failed = runtime_costs(model, runtimes, example, size, settings)
+    for name, costs in times.items():
         try:
             policy = question.policy_for(costs)
         except BudgetTooSmall as error:
@@ -251,7 +253,21 @@ def _by_runtimes(planned: Plan, runtimes: Sequence[str], question: _Question, ex
     inputs, _ = inputs_for_duration(planned.predictor(), example, size, BATCHES)
     found = compare_runtimes(model, tried, inputs, size, settings=settings, compiled=settings.compile)
     policies = {way: policies.get(way, planned.policy) for way in found.policies}  # compiled or not
-    return replace(planned, runtimes=replace(found, trials=(*found.trials, *failed), policies=policies))
+    found = replace(found, trials=(*found.trials, *failed), policies=policies)
+    return replace(planned, runtimes=replace(found, note=_loss_of(found, question, planned.measure)))
+
+
+def _loss_of(found: RuntimeComparison, question: _Question, measure: str) -> str:
+    """Return what the fastest exported runtime loses: its policy is another one than that of the plan."""
+    if found.fastest.runtime not in EXPORTED or found.fastest.what != EXITS:
+        return ""
+    decisions = replay(replace(found.policy_of(found.fastest), salt=TESTING_SALT), question.testing)
+    correct, before = decisions.correct(question.testing.truth()), question.testing.correct()[:, -1]
+    lost = question.loss
+    if question.budget is not None:  # any of these may be the fastest
+        lost = largest_loss(before, correct, (1 - CONFIDENCE) / len(found.policies))
+    right = f"{found.fastest.runtime}, {EXITS}: {accuracy_text(float(correct.mean()))} {measure}"
+    return f"{right}; it loses at most {percent(lost)}, with {percent(CONFIDENCE)} confidence."
 
 
 def _untried(full: Plan, example: Any, reason: str) -> Plan:

@@ -235,7 +235,7 @@ def refusal(name: str, samples: int, error: Exception) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text that says more than where OpenVINO raised it."""
     lines = str(error).strip().splitlines()
-    return next((each for each in lines if each and not each.startswith("Exception from ")), "no reason is given")
+    return next((each for each in lines if each and "Exception from " not in each), "no reason is given")
 
 
 def _onnxruntime() -> Any:

@@ -149,7 +149,8 @@ class Bound:
         model = request.get_compiled_model()
         self._given: list[Any] = [None] * len(model.inputs)  # tensors that it reads
         self._outputs: list[Any] = []  # whose memory stays the same
-        self._keeps = not any(each.partial_shape.is_dynamic for each in (*model.inputs, *model.outputs))
+        shapes = [each.partial_shape for each in (*model.inputs, *model.outputs)]
+        self._is_alone = not any(each.is_dynamic for each in shapes) and shapes[0][0] == 1
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs, in memory that the next run overwrites."""
@@ -158,9 +159,11 @@ class Bound:
             if each is not self._given[index]:
                 self._given[index] = each = _tensor(each) if isinstance(each, np.ndarray) else each
                 request.set_input_tensor(index, each)
-        request.infer()
-        if self._keeps and self._outputs:
+        if self._is_alone and self._outputs:  # a tenth of a small stage's time is saved
+            request.infer()
             return self._outputs
+        request.start_async()  # `infer` hides what fails, leaves the answers of the last run there, and takes one core
+        request.wait()
         self._outputs = [request.get_output_tensor(index) for index in self._results]
         return self._outputs
 
