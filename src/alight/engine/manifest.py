@@ -215,7 +215,7 @@ def check_probe(folder: Path, manifest: Manifest, stages: Sequence[Any]) -> None
 
 
 def relative_gap(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the largest difference between numbers, in parts of the largest; NaN where one is no number.
+    """Return the largest difference between numbers, in parts of the largest; NaN where one is NaN.
 
     Numbers that stand for infinity, as in masks, are compared in parts of themselves alone.
 
