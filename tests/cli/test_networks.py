@@ -113,14 +113,14 @@ def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, ca
 @pytest.mark.slow
 def test_the_commands_that_a_plan_prints_run_its_policy_as_it_was_planned(network, chain, folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0.02)
-    monkeypatch.setattr(RuntimeComparison, "fastest", RuntimeTrial("openvino", "with exits", 1e9))
+    monkeypatch.setattr(RuntimeComparison, "fastest", RuntimeTrial("onnxruntime", "with exits", 1e9))
     shutil.copytree(chain / "model", "a model")
     line = f"plan 'a model' {chain}/labelled.npz --batch-size 16 --threads 1 --runtimes -o 'a plan.json'"
     status, out, err = run(line, capsys)
     assert status == 0, err
     said = out.splitlines()[-1]
-    exported, ran = said.removeprefix("policy: a plan.json for openvino: alight ").split(", then alight ")
-    assert ran == "run FOLDER DATA --runtime openvino --batch-size 16 --threads 1"
+    exported, ran = said.removeprefix("policy: a plan.json for onnxruntime: alight ").split(", then alight ")
+    assert ran == "run FOLDER DATA --runtime onnxruntime --batch-size 16 --threads 1"
     assert run(exported, capsys)[0] == 0
     assert run(ran.replace("DATA", f"{network}/test.npz"), capsys)[0] == 0
 

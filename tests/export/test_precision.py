@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -250,6 +251,36 @@ def test_a_code_whose_row_the_table_lacks_is_refused_alone_and_in_a_batch(runtim
         ):
             predictor(np.full((size, 2), 7))
         assert (predictor(codes).predictions == expected.predictions).all()
+
+
+class Backwards(nn.Module):
+    """A stage that counts a position back from another, as tokens that are padded on the left are counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+
+    def forward(self, codes):
+        places = 1 + codes[:, 0] - codes[:, 1]
+        return torch.embedding(self.table.weight, codes[:, 0]) + self.table(places)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("exporter", [nullcontext, older_exporter])
+def test_a_computed_index_below_zero_is_refused_as_the_network_refuses_it(exporter, runtime, tmp_path):
+    pytest.importorskip(runtime)
+    model = MultiExitModel([Backwards(), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval()
+    example = torch.zeros(2, 2, dtype=torch.int64)
+    with exporter():
+        place = export_model(model, Threshold((0.1,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    predictor = Predictor.load(place, settings=RunSettings(threads=1, runtime=runtime))
+    with pytest.raises(IndexError):
+        model(torch.tensor([[1, 3]]))
+    for size in (1, 3):
+        with pytest.raises(BadInput, match=r"indices element out of data bounds|an input leads to the index 10"):
+            predictor(np.array([[1, 3]]).repeat(size, axis=0))
+    kept = np.array([[9, 1], [3, 4]])
+    assert (predictor(kept).predictions == Predictor(model, predictor.policy)(kept).predictions).all()
 
 
 def test_a_run_that_fails_in_openvino_raises_instead_of_giving_the_answers_of_the_last_one():

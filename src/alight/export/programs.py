@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
 from alight.data.preprocess import TensorSpec
 from alight.data.tokens import mask_meaning
@@ -29,6 +30,7 @@ LENGTHS = (1, 2, 4, *TOKENS, 16, 32, 64, 128, 256, 512)  # of texts for which al
 LOGITS = TensorSpec("logits", (None, None), "float32")
 OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
 PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
+EMBEDDINGS = {torch.nn.functional.embedding: ("input", "weight"), torch.embedding: ("weight", "indices")}  # arguments
 COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
@@ -41,9 +43,23 @@ class ExportedStage(nn.Module):
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
         """Return the logits, then the next state."""
-        made, logits = self.stage.logits(*state)
+        with _RefusedNegatives():
+            made, logits = self.stage.logits(*state)
         # A tensor that is handed on has another name behind the stage, where torch 2.6 would rename the input, too.
         return logits, *(each.clone() if any(each is one for one in state) else each for each in made)
+
+
+class _RefusedNegatives(TorchFunctionMode):
+    """Makes negative indices of embeddings too large: torch refuses both, the runtimes count negative ones back."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if names := EMBEDDINGS.get(func):
+            given |= dict(zip(names, args, strict=False))
+            name = names[names[0] == "weight"]  # of the indices
+            given[name] = torch.where(given[name] < 0, given["weight"].shape[0], given[name])
+            args = (*(given.pop(name) for name in names), *args[2:])
+        return func(*args, **given)
 
 
 @dataclass(frozen=True)
@@ -209,8 +225,8 @@ def reason(error: Exception) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the network that was running, not of torch itself."""
-    own = str(Path(torch.__file__).parent)
+    """Return the innermost line of the network that was running, not of torch itself or of this file."""
+    own = str(Path(torch.__file__).parent), __file__
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "in a layer of torch's own"
 
