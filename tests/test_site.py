@@ -12,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, is_typeddict
 
 import chromium
 import pytest
@@ -67,7 +68,13 @@ def parameters(name: str) -> list[str]:
         return []
     own = inspect.signature(value).parameters
     inherited = {each for base in getattr(value, "__mro__", ())[1:] for each in getattr(base, "__annotations__", ())}
-    return [each for each in own if each not in inherited]
+    unpacked = [name for each in own.values() for of in get_args(each.annotation) for name in _fields(of)]
+    named = [each for each in own if own[each].kind is not inspect.Parameter.VAR_KEYWORD]
+    return [each for each in (*named, *unpacked) if each not in inherited]
+
+
+def _fields(annotation: object) -> list[str]:
+    return [*annotation.__annotations__] if is_typeddict(annotation) else []
 
 
 @pytest.mark.slow
