@@ -827,7 +827,8 @@ def test_the_policy_of_another_network_is_refused_before_anything_runs(change, m
     terms = {"costs": (1.0, 2.0, 4.0), "open_exits": OPENED, "num_exits": 4, "method": "eero", "budget": 2.0}
     monkeypatch.setattr("alight.fitting.deploying.record", None)
     policy = Threshold((0.5, 0.5), **terms | change)
-    with pytest.raises(Mismatch, match=message):
+    with pytest.raises(Mismatch, match=message) as refused:
         deploy(network(), labelled(), tmp_path / "int8", policy=policy, settings=ONE)
     if "num_exits" not in change:
+        assert "as dataclasses.replace(policy, exits=(), fingerprint='') (--allow-mismatch)" in str(refused.value)
         check_is_for(replace(policy, exits=(), fingerprint=""), network())  # as the sentence says

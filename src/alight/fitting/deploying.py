@@ -507,8 +507,7 @@ def check_is_for(policy: Policy, model: Any) -> None:
     if what:
         raise Mismatch(
             f"the policy is {what}: calibrate on outputs of this network, or take its exits, method and budget all the"
-            " same (dataclasses.replace(policy, exits=(), fingerprint="
-            "), --allow-mismatch)"
+            " same, as dataclasses.replace(policy, exits=(), fingerprint='') (--allow-mismatch)"
         )
 
 
