@@ -146,6 +146,10 @@ def decided(model, rule, inputs, *, size, parts, probability=False):
     return walk, Answers(*(None if each is None else each[order] for each in joined))
 
 
+def always():
+    return True
+
+
 NAMES = "threshold, ties, lottery, patience, geometric mean"
 OTHERS = "nobody leaves, everybody leaves, one exit, streak, mixture, vote, gain"
 
@@ -194,7 +198,7 @@ def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another
         for count in (1, 9, 32):
             with torch.inference_mode():
                 walk.use(rule)
-                found = walk.one_batch(np.arange(count), (inputs[:count],))
+                found = walk.one_batch(np.arange(count), (inputs[:count],), always)
             order, expected = np.argsort(found.samples), replay(rule, table.take(np.arange(count)))
             np.testing.assert_array_equal(found.open_indices[order], expected.exits)
             np.testing.assert_array_equal(found.predictions[order], expected.predictions)
@@ -213,7 +217,7 @@ def test_one_sample_is_answered_wherever_it_lies(model, inputs, table, name):
         walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, EXECUTOR)
         for sample in range(12):
             for given_inputs in (inputs, odd, turned):
-                found = walk.one_batch(np.array([sample]), (given_inputs[sample : sample + 1],))
+                found = walk.one_batch(np.array([sample]), (given_inputs[sample : sample + 1],), always)
                 assert found.samples.tolist() == [sample]
                 assert np.asarray(rule.open_exits)[found.open_indices] == expected.exits[sample]
                 assert found.predictions == expected.predictions[sample]
@@ -254,7 +258,7 @@ def test_a_stage_is_captured_with_what_the_stage_before_makes(inputs):
     rule = Threshold((np.inf, np.inf), costs=COSTS)
     with torch.inference_mode():
         walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, Executor(NotRun, ByPython))
-        assert walk.one_batch(np.array([0]), (inputs[:1],)).open_indices.tolist() == [2]
+        assert walk.one_batch(np.array([0]), (inputs[:1],), always).open_indices.tolist() == [2]
 
 
 @interpreted

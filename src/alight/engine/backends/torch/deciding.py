@@ -100,10 +100,20 @@ class Deciding:
     def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
         """Return the answers of one batch that waits for no other; None where the host decides."""
         kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), alone=True)
-        if self._refuses(policy, self.missing_for_one) or (walk := self._walk(kind, policy, [batch], host)) is None:
+        if self._refuses(policy, self.missing_for_one):
             return None
+        walk = self._ready(kind, policy)
+        if walk is not None and (answers := self._one_batch(walk, kind, batch, self.addresses[kind].hold)):
+            return answers
+        walk = self._walk(kind, policy, [batch], host)
+        return None if walk is None else self._one_batch(walk, kind, batch)
+
+    def _one_batch(
+        self, walk: Any, kind: Any, batch: Batch, meanwhile: Callable[[], bool] = lambda: True
+    ) -> Answers | None:
+        """Return the answers of one batch by a walk, which is free then; None if what is looked at does not hold."""
         try:
-            answers: Answers = walk.one_batch(*batch)
+            answers: Answers | None = walk.one_batch(*batch, meanwhile)
             self.known.update(dict.fromkeys(walk.ready, kind))
         finally:
             self.busy.discard(kind)
@@ -332,7 +342,7 @@ def _kind(batch: Batch, size: int, *, alone: bool = False) -> tuple[Any, ...]:
 def _run(walk: Any, batches: Sequence[Batch]) -> None:
     """Answer some batches."""
     if isinstance(walk, BatchWalk):
-        walk.one_batch(*batches[0])
+        walk.one_batch(*batches[0], lambda: True)
         return
     for batch in batches:
         walk.push(*batch)

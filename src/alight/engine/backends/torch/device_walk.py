@@ -349,13 +349,16 @@ class BatchWalk(DeviceWalk):
         self.is_running = False  # has been launched, and its answers are not collected
         self.ready: set[Any] = set()  # how single samples were laid out whose inputs needed nothing done
 
-    def one_batch(self, samples: Integers, inputs: State) -> Answers:
-        """Return the answers of one batch."""
+    def one_batch(self, samples: Integers, inputs: State, meanwhile: Callable[[], bool]) -> Answers | None:
+        """Return the answers of one batch; None if what is looked at `meanwhile` does not hold."""
         state = [_readable(*each) for each in zip(self.admit(inputs), self.layouts, strict=True)]
         with self.here():
             self._launch(samples, [each.data_ptr() for each in state])
+            holds = meanwhile()
             self.program.wait(lambda: bool((self.written[: len(samples)] != UNKNOWN).all()))
             self._check_answered(self.found[: len(samples), 2])
+        if not holds:
+            return None
         if self.size == 1 and all(map(operator.is_, state, inputs)) and (layout := laid_out(inputs)):
             self.ready.add(layout)
         return self._answers(self.found[: len(samples)])
@@ -442,7 +445,7 @@ class StreamWalk(DeviceWalk):
         self.limit = self.integers(1)  # rows of a batch that are of samples
         counts, seen = self.integers(stages, self.slots, 2), self.pinned(stages, self.slots, 2)
         self.counts, self.seen = counts, seen.numpy()
-        self.answers = self.pinned(stages, (UNREAD + IN_FLIGHT * self.group) * size, 4)
+        self.answers = self.pinned(stages, (UNREAD + (IN_FLIGHT + 1) * self.group) * size, 4)
         for stage in range(stages):
             if stage < self.last:
                 self._add_room(stage)
@@ -593,8 +596,6 @@ class StreamWalk(DeviceWalk):
         self.answered[stage], arrived = self.seen[stage, slot].tolist()
         if stage < self.last:
             self.arrived[stage + 1] = arrived
-        if self.answered[stage] - self.taken[stage] >= UNREAD * self.size:
-            self.found.append(self._take())
 
     def _has_room(self, stage: int, count: int) -> bool:
         """Return whether batches of a stage have slots for their counts, and fit into the next room if all go on."""
@@ -614,6 +615,8 @@ class StreamWalk(DeviceWalk):
         self.launched[stage] += count
         self.flying[stage] += count
         self.in_flight.append((stage, slot + count - 1, count, event))
+        if max(map(operator.sub, self.answered, self.taken)) >= UNREAD * self.size:
+            self.found.append(self._take())  # while others run
 
     def _finish_full(self) -> None:
         while self._go_on():
@@ -647,9 +650,10 @@ class StreamWalk(DeviceWalk):
 
     def _take(self) -> Answers:
         """Return the answers that the host knows of and has not taken yet."""
-        found = []
-        for stage, ring in enumerate(self.answers.numpy()):
-            found.append(ring[np.arange(self.taken[stage], self.answered[stage]) % len(ring)])
+        found, length = [], self.answers.shape[1]
+        for ring, first, end in zip(self.answers.numpy(), self.taken, self.answered, strict=True):
+            here = first % length
+            found += [ring[here : here + end - first], ring[: max(0, here + end - first - length)]]
         self.taken = [*self.answered]
         return self._answers(np.concatenate(found))
 
