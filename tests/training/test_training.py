@@ -407,6 +407,37 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     compare_with_saved(history, model, tmp_path / "two.stopped.json")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["return", "raise", "destroy"])
+def test_the_group_and_its_threads_are_gone_before_the_interpreter_ends(end, tmp_path):
+    """A thread of the group that frees a tensor later aborts the process: terminate called without an exception."""
+    code = """
+        import atexit, os, weakref
+        from alight.training.distributed import join_processes
+        from alight.training.settings import TrainingSettings
+        from alight.training.training import train_heads
+        from digits import loader, network
+
+        def fail(epoch):
+            raise ValueError("on purpose")
+
+        atexit.register(lambda: print("kept" if group() else "left", flush=True))  # runs last
+        join_processes(torch.device("cpu"))
+        group = weakref.ref(torch.distributed.group.WORLD)
+        callbacks = [fail] if sys.argv[2] == "raise" and os.environ["RANK"] == "0" else []
+        train_heads(network(), loader(64), TrainingSettings(epochs=2), callbacks=callbacks, progress=False)
+        if sys.argv[2] == "destroy":
+            torch.distributed.destroy_process_group()
+    """
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_python(code, tmp_path / "two", end, launcher=launcher)
+    assert done.returncode == (end == "raise"), done.stderr
+    assert ("ValueError: on purpose" in done.stderr) == (end == "raise")
+    assert "Exception ignored" not in done.stderr
+    assert "kept" not in done.stdout
+    assert done.stdout.count("left") >= (1 if end == "raise" else 2)  # torchrun may kill the one that did not raise
+
+
 class StopAfter(Callback):
     """Stops in the middle of an epoch."""
 

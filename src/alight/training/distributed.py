@@ -1,10 +1,13 @@
 """Training in several processes: those that `torchrun` started, and each one's shard of every batch."""
 
 import atexit
+import gc
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -58,9 +61,19 @@ def join_processes(device: torch.device) -> tuple[Processes, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not joined:
+        import_module("torch.distributed.nn")  # imported later, its default arguments keep the group to the end
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(distributed.destroy_process_group)  # not sooner: a group can be joined only once
+        atexit.register(_leave_processes)  # not sooner: a group can be joined only once
     return Processes(distributed.get_rank(), distributed.get_world_size()), device
+
+
+def _leave_processes() -> None:
+    """Destroy the group and end its threads: one that frees a tensor while the interpreter ends aborts the process."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    for name in ("last_exc", "last_value", "last_traceback"):
+        setattr(sys, name, None)  # the frames of a training that raised keep the group
+    gc.collect()  # the threads end with the last reference to the group
 
 
 class ShardedLoader:
