@@ -31,9 +31,10 @@ from alight import (
     replay,
 )
 from alight.costs import Costs
+from alight.engine.backends import Reads, score_one
 from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.onnx import OnnxBackend
-from alight.engine.backends.openvino import quantised_stage
+from alight.engine.backends.openvino import PassedExits, quantised_stage
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
@@ -390,6 +391,73 @@ def test_openvino_hands_images_of_convolutions_on_with_channels_last(precision, 
         assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
     for size in (16, 7):
         assert np.abs(logits_of(places[1], images(), size) - found).max() < 1e-5 * np.abs(found).max()
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def four_exits(request, tmp_path_factory):
+    """Four stages of convolutions for OpenVINO, and what its exits give for every image alone."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    first, place = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), tmp_path_factory.mktemp("ahead")
+    model = MultiExitModel([first, *(Residual() for _ in range(3))], [PooledLinear((8, 6, 7), 5) for _ in range(4)])
+    never = Threshold((np.inf,) * 3, costs=(1.0, 2.0, 3.0, 4.0))
+    with older_exporter():
+        source = export_model(model.eval(), never, place / "float", example=torch.from_numpy(images()[:2]))
+    lowered = lower(source, place / "lower", request.param, [(images()[:32],)], runtime="openvino")
+    return lowered, logits_of(lowered, images(), 1)
+
+
+def between(scores):
+    """The middle of the widest gap among the larger scores: no rounding crosses it."""
+    largest = np.sort(scores)[-30:-5]
+    place = np.diff(largest).argmax()
+    return float(largest[place : place + 2].mean())
+
+
+@pytest.mark.parametrize("score", ["margin", "max_probability"])
+@pytest.mark.parametrize("wrongly", [None, -np.inf, np.inf])
+def test_single_samples_that_openvino_runs_ahead_are_decided_as_stage_by_stage(four_exits, score, wrongly):
+    place, logits = four_exits
+    values = [[score_one(row[None], Reads((score,))) for row in each] for each in logits]
+    scores = np.array([[each.columns[0] for each in row] for row in values])
+    rule = Threshold(tuple(map(between, scores.T[:3])), costs=(1.0, 2.0, 3.0, 4.0), score=score)
+    decided = replay(rule, HeadOutputs(scores, logits.argmax(-1), score=score))
+    assert len({*decided.exits}) == 4
+    predictor = Predictor(backend(place), rule)
+    if wrongly is not None:
+        predictor.backend.expect([wrongly] * 3)
+    for row, sample in enumerate(np.split(images(), len(images()))):
+        found = predictor(sample, [row])
+        assert (found.exits, found.predictions) == (decided.exits[row], decided.predictions[row])
+        one, state = predictor.backend.run_one(0, (sample,))
+        passed = {None: decided.exits[row] + 1, -np.inf: 1, np.inf: 4}[wrongly]
+        assert len(state[0].logits) == passed
+        largest = [one.largest]
+        for stage in range(1, 4):
+            one, state = predictor.backend.run_one(stage, state)
+            largest.append(one.largest)
+        assert largest == logits[row].max(-1).tolist()  # to the bit
+
+
+@pytest.mark.parametrize("why", ["other logits", "refused"])
+def test_samples_do_not_run_ahead_where_the_joined_model_is_refused_or_gives_other_logits(four_exits, why, monkeypatch):
+    import alight.engine.backends.openvino as engine
+
+    def refuse(logits):
+        raise RuntimeError("no such operation")
+
+    place, logits = four_exits
+    if why == "refused":
+        monkeypatch.setitem(engine.SCORES, "margin", refuse)
+    else:
+        monkeypatch.setattr(engine, "relative_gap", lambda found, wanted: np.nan)
+    ran = backend(place).with_reads([Reads(("margin",))] * 4)
+    ran.expect([np.inf] * 3)
+    state = (images()[:1],)
+    for stage in range(4):
+        one, state = ran.run_one(stage, state)
+        assert one.largest == logits[0, stage].max()
+        assert not any(isinstance(each, PassedExits) for each in state)
 
 
 def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused(int8, tmp_path):

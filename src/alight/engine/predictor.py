@@ -155,6 +155,8 @@ class Predictor:
             )
         reads = map(policy.reads, range(len(policy.open_exits)))
         self.backend = backend.with_reads([Reads(scores, self.probabilities, top) for scores, top in reads])
+        if hasattr(self.backend, "expect"):
+            self.backend.expect(policy.leaving_scores())
         self.policy = policy
         self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples

@@ -171,6 +171,13 @@ class Policy(ABC):
             return (() if open_index == len(self.costs) - 1 else self.inputs), 0
         return tuple(name for name in self.inputs if name not in TOP), self.combination.top
 
+    def leaving_scores(self) -> tuple[float, ...]:
+        """Return the score from which a sample leaves, of every open exit but the last; none, if that alone is not it.
+
+        Engines only take it to guess how far a sample will run.
+        """
+        return ()
+
     def usable_score(self, scores: Sequence[float]) -> float | None:
         """Return the last of the scores of one sample so far to decide on, as low as can be where it is NaN.
 
@@ -343,6 +350,9 @@ class Threshold(Policy):
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index], self.salt), memory
+
+    def leaving_scores(self) -> tuple[float, ...]:
+        return () if self.combination else self.thresholds
 
     def numbers(self, open_index: int) -> tuple[tuple[float, float], list[int]]:
         """Return the step as numbers, for a kernel: the range of ties; terms and limit of the hash; if it is alone."""

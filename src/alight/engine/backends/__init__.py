@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     `in_flight` is the number of batches that may run before their values are read: 0 on the host, where `run` returns
     `HeadValues`; else it returns `DeviceValues`. One whose device can decide itself also has `deciding`, whose method
-    `answers` takes many batches at once.
+    `answers` takes many batches at once; one that runs single samples through several exits at once has `expect`.
     """
 
     name: str
