@@ -46,7 +46,7 @@ class Low(nn.Module):
             )
         else:
             made = (torch._int_mm(values, self.weight.t()) * scale * self.scale.t() + self.bias).to(inputs.dtype)
-        return made.unflatten(0, inputs.shape[:-1])
+        return made.view(*inputs.shape[:-1], -1)
 
 
 def scaled(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
