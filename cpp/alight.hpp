@@ -638,7 +638,7 @@ class Combination {
         if (knots_[exit].size() != inputs.size() || weights_[exit].size() != expected) fail();
       }
     } else {
-      throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: calibrate by `auto`, or with"
+      throw Error("the policy combines exits as a " + kind_ + ", which does not run in C++: calibrate by `eero`, or with"
                   " another --combine, or run the folder in Python");
     }
   }

@@ -260,7 +260,8 @@ def as_accurate(work: Any, folder: Path) -> dict[str, Any]:
 
 def in_cpp(made: Preparation, name: str, folder: Path) -> None:
     """Add the same folder, run by the program in C++, if that takes its policy."""
-    if shutil.which("cmake") is None or json.loads((folder / "policy.json").read_text()).get("combination"):
+    combination = json.loads((folder / "policy.json").read_text()).get("combination") or {}
+    if shutil.which("cmake") is None or combination.get("kind") == "GeometricMean":
         return
     about = {"kind": "c++", "weights": EXITS, **cpp_program(made.work)}
     made.add(name.replace("ONNX Runtime", "C++, ONNX Runtime"), lambda: {"folder": str(folder)}, **about)

@@ -128,7 +128,7 @@ def test_other_combinations_are_refused_with_what_runs_instead(program, tmp_path
     add = {"combination": {"kind": "GeometricMean", "exits": [0, 1, 3]}}
     place = with_changed(folder(), "policy.json", lambda content: content.update(add), tmp_path / "combined")
     done, _ = decided(program, place, images()[:3], tmp_path)
-    said = "the policy combines exits as a GeometricMean, which does not run in C++: calibrate by `auto`, or"
+    said = "the policy combines exits as a GeometricMean, which does not run in C++: calibrate by `eero`, or"
     assert (done.returncode, said in done.stderr) == (1, True)
 
 
