@@ -397,6 +397,15 @@ def test_rooms_hold_all_who_come(model, inputs, table):
 
 
 @interpreted
+def test_answers_are_taken_across_the_end_of_their_memory(model, inputs, table):
+    rows = np.arange(183) % 61
+    found = predictor_of(model, rules(table)["threshold"], 1)(inputs[rows])
+    expected = replay(rules(table)["threshold"], table)
+    np.testing.assert_array_equal(found.exits, expected.exits[rows])
+    np.testing.assert_array_equal(found.predictions, expected.predictions[rows])
+
+
+@interpreted
 def test_batches_that_decide_together_are_not_handed_over_together(model, inputs, table):
     quota = calibrate.certified_batch(calibrate.geometric)(COSTS, "70%", table)
     found = predictor_of(model, quota, 8)(inputs)

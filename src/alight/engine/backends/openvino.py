@@ -64,7 +64,7 @@ class OpenVinoBackend(OnnxBackend):
     def expect(self, thresholds: Sequence[float]) -> None:
         """Let single samples run ahead to the first exit where their score reaches its threshold."""
         if len(thresholds) and self.reads[0].columns[0] in SCORES:
-            self._limits = _limits(thresholds)
+            self._limits = _limits_of(thresholds)
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
         if stage == 0 and self._limits is not None:
@@ -243,7 +243,7 @@ class JoinedStages:
             if self._compiled[score] is None:
                 return None
             run = Bound(self._compiled[score].create_infer_request())
-            _, *logits = run(self._inputs(state, _limits([np.inf] * (len(self._stages) - 1))))
+            _, *logits = run(self._inputs(state, _limits_of([np.inf] * (len(self._stages) - 1))))
         except RuntimeError:
             return None  # of operations that it does not take inside of a branch
         for stage, found in zip(self._stages, logits, strict=True):
@@ -410,7 +410,7 @@ def _core() -> Any:
     return openvino_library().Core()
 
 
-def _limits(thresholds: Sequence[float]) -> Any:
+def _limits_of(thresholds: Sequence[float]) -> Any:
     return _tensor(np.array(thresholds, np.float32))
 
 
